@@ -1,0 +1,366 @@
+"""One chain, one name for the state: entries, heads, and all that follows from them alone. Pure.
+
+    head_0 = sha256(config hash)
+    head_k = sha256(head_{k-1} | sha256(START body) | sha256 of the span records' bodies in span order)
+
+START holds every member's signed HELLO, sorted by peer id, so its hash is the entry's header. Equal heads mean bit-equal
+anchor and momentum, because the averaged bytes are named by the records and all arithmetic after them is bit-stable.
+From the chain also follow the clock, the schedule's token count, the membership, and which fork wins. Nothing here is
+read from the DHT. An entry holds one encoded model (`down_bytes`) and about 500 bytes a member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import msgpack
+import torch
+from torch import Tensor
+
+from p2p_muloco.config import RunConfig
+from p2p_muloco.errors import BadPacket
+from p2p_muloco.identity import PEER_ID_BYTES, Identity, verify
+from p2p_muloco.packet import Layout, Span, plan_spans
+from p2p_muloco.wire import Record, integer, many, raw, real
+
+__all__ = [
+    "Checked", "Entry", "Hello", "Law", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start",
+    "heavier", "leader_order", "merged_update",
+]  # fmt: skip
+
+MAX_MEMBERS = 64
+RECENT_HEADS = 64
+NODE, CLIENT = 1, 0  # a node can be dialled and reduces; a client only sends and receives
+# Why a member's parts end where they end, in the words that are shown to people.
+REASONS = ("counted", "vanished", "too late", "sent bytes that break a rule")
+
+
+@dataclass(frozen=True)
+class Law:
+    """What every peer of a run knows without asking: the configuration and the part table that follows from it."""
+
+    config: RunConfig
+    layout: Layout
+
+    @cached_property
+    def config_hash(self) -> bytes:
+        return self.config.hash
+
+    @cached_property
+    def genesis(self) -> Tip:
+        head = hashlib.sha256(self.config_hash).digest()
+        return Tip(k=0, head=head, members=(), tokens=0, last_tokens=0, weight=0, period_ms=0, recent=(head,))
+
+    @property
+    def max_h(self) -> int:
+        return 4 * self.config.run.inner_steps
+
+
+@dataclass(frozen=True)
+class Hello(Record):
+    """A member's signed word for one entry; the packet's header. One for a (peer, head), the same in every attempt."""
+
+    KIND = 1
+    MAX_BYTES = 256
+    peer: bytes = raw(PEER_ID_BYTES)
+    head: bytes = raw(32)
+    k: int = integer(1, 2**40)
+    h: int = integer(1, 40_000)
+    pace_mhz: int = integer(1, 10**9)
+    digest: bytes = raw(32)
+    state: bytes = raw(32)
+
+
+@dataclass(frozen=True)
+class Start(Record):
+    """The leader's list: who takes part, in order of peer id, and the deadlines in ms after its arrival."""
+
+    KIND = 2
+    MAX_BYTES = 32 * 1024
+    leader: bytes = raw(PEER_ID_BYTES)
+    head: bytes = raw(32)
+    k: int = integer(1, 2**40)
+    attempt: int = integer(0, 10**6)
+    hellos: tuple[bytes, ...] = many(raw(1, 256), 1, MAX_MEMBERS)
+    signatures: tuple[bytes, ...] = many(raw(64), 1, MAX_MEMBERS)
+    modes: tuple[int, ...] = many(integer(CLIENT, NODE), 1, MAX_MEMBERS)
+    rates: tuple[int, ...] = many(integer(1, 10**7), 1, MAX_MEMBERS)
+    scatter_ms: int = integer(1, 2**31)
+    gather_ms: int = integer(1, 2**31)
+    confirm_ms: int = integer(1, 2**31)
+
+
+@dataclass(frozen=True)
+class SpanRecord(Record):
+    """A reducer's signed word: what its averaged bytes are, and how many leading parts of each member are in them."""
+
+    KIND = 3
+    MAX_BYTES = 2048
+    start: bytes = raw(32)
+    span: int = integer(0, MAX_MEMBERS - 1)
+    digest: bytes = raw(32)
+    counts: tuple[int, ...] = many(integer(0, 2**24), 1, MAX_MEMBERS)
+    reasons: tuple[int, ...] = many(integer(0, len(REASONS) - 1), 1, MAX_MEMBERS)
+    ratio_sum: float = real(0.0, 1e9)
+    ratio_count: int = integer(0, 2**24)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A record's bytes and their signature, which is kept beside and never hashed."""
+
+    body: bytes
+    signature: bytes
+
+    @classmethod
+    def make(cls, record: Record, identity: Identity) -> Self:
+        body = record.pack()
+        return cls(body, identity.sign(type(record).__name__.encode(), body))
+
+    def by(self, kind: str, signer: bytes) -> bool:
+        return verify(signer, kind.encode(), self.body, self.signature)
+
+    @cached_property
+    def hash(self) -> bytes:
+        return hashlib.sha256(self.body).digest()
+
+
+@dataclass(frozen=True)
+class CheckedStart:
+    """A START whose every signature and rule holds, with what follows from it."""
+
+    signed: Signed
+    start: Start
+    hellos: tuple[Hello, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def group(self) -> bytes:
+        """Group id = sha256 of START's body (32 bytes)."""
+        return self.signed.hash
+
+    @cached_property
+    def members(self) -> tuple[bytes, ...]:
+        return tuple(hello.peer for hello in self.hellos)
+
+    @property
+    def h(self) -> list[int]:
+        return [hello.h for hello in self.hellos]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one outer step is made of: START, each span's record, each span's averaged bytes."""
+
+    start: Signed
+    records: tuple[Signed, ...]
+    data: tuple[bytes, ...]
+
+    def pack(self) -> bytes:
+        records = [(r.body, r.signature) for r in self.records]
+        packed: bytes = msgpack.packb((self.start.body, self.start.signature, records, self.data))
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes, max_bytes: int) -> Entry:
+        """Raise BadPacket; `check_entry` still has to say whether the entry is true."""
+        if len(packed) > max_bytes:
+            raise BadPacket(f"an entry has {len(packed)} bytes; at most {max_bytes} are read")
+        try:
+            body, signature, records, data = msgpack.unpackb(packed, use_list=False)
+            signed = tuple(Signed(*map(bytes, record)) for record in records)
+            return cls(Signed(bytes(body), bytes(signature)), signed, tuple(map(bytes, data)))
+        except Exception:
+            raise BadPacket("an entry is not msgpack of (START, signature, records, data)") from None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An entry that was verified against the tip before it."""
+
+    entry: Entry
+    start: CheckedStart
+    records: tuple[SpanRecord, ...]
+    head: bytes
+
+    @property
+    def k(self) -> int:
+        return self.start.start.k
+
+    def counted_parts(self, peer: bytes) -> list[tuple[Span, int]]:
+        """For each span, how many of its leading parts hold `peer`'s packet; [] if the peer was no member."""
+        if peer not in self.start.members:
+            return []
+        at = self.start.members.index(peer)
+        return [(s, record.counts[at]) for s, record in zip(self.start.spans, self.records, strict=True)]
+
+    @cached_property
+    def counted(self) -> tuple[Hello, ...]:
+        """The members counted in at least one part, sorted by peer id."""
+        return tuple(h for h in self.start.hellos if any(n for _, n in self.counted_parts(h.peer)))
+
+
+@dataclass(frozen=True)
+class Tip:
+    """All that a chain says up to entry k; a few kilobytes, whatever the model's size."""
+
+    k: int
+    head: bytes
+    members: tuple[bytes, ...]  # E: who was counted in the last entry
+    tokens: int  # C: counted tokens
+    last_tokens: int  # dC: those of the last entry
+    weight: int  # counted inner steps: the heavier fork wins
+    period_ms: int  # time to the next entry at the swarm's median pace; 0 before the first
+    recent: tuple[bytes, ...]  # the last heads, oldest first, this one last
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(tuple(vars(self).values()))
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Tip:
+        """Of an own file; raise BadPacket where it is damaged."""
+        try:
+            tip = cls(*msgpack.unpackb(packed, use_list=False))
+            assert len(tip.head) == 32 and tip.recent[-1] == tip.head and tip.k >= 0
+            return tip
+        except Exception:
+            raise BadPacket("a chain's tip is damaged") from None
+
+
+def leader_order(head: bytes, peers: Sequence[bytes]) -> list[bytes]:
+    """Who leads the next attempt, and who after that: shuffled anew by each head."""
+    return sorted(set(peers), key=lambda peer: hashlib.sha256(head + peer).digest())
+
+
+def heavier(weight: int, head: bytes, than_weight: int, than_head: bytes) -> bool:
+    """Fork choice: more counted steps; of equals, the smaller head."""
+    return (-weight, head) < (-than_weight, than_head)
+
+
+def check_start(law: Law, tip: Tip, signed: Signed) -> CheckedStart:
+    """Verify a START on top of `tip`; raise BadPacket that names what is wrong."""
+    start = Start.unpack(signed.body)
+    n = len(start.hellos)
+    if (start.head, start.k) != (tip.head, tip.k + 1):
+        raise BadPacket(f"START is for entry {start.k} on another head")
+    if not n == len(start.signatures) == len(start.modes) == len(start.rates) or n > law.config.run.max_group:
+        raise BadPacket(f"START lists {n} members with other numbers of signatures, modes or rates, or too many")
+    if not start.scatter_ms <= start.gather_ms <= start.confirm_ms:
+        raise BadPacket("START's deadlines are out of order")
+    hellos = tuple(map(Hello.unpack, start.hellos))
+    peers = [hello.peer for hello in hellos]
+    if peers != sorted(set(peers)) or start.leader not in peers:
+        raise BadPacket("START's members are not sorted, not distinct or without the leader")
+    if not signed.by("Start", start.leader):
+        raise BadPacket("START is not signed by its leader")
+    for hello, body, signature in zip(hellos, start.hellos, start.signatures, strict=True):
+        check_hello(law, tip, hello, Signed(body, signature))
+    if tip.k == 0 and n < law.config.run.min_peers:
+        raise BadPacket(f"the first entry has {n} members; the run asks for {law.config.run.min_peers}")
+    return CheckedStart(signed, start, hellos, plan_spans(law.layout, _reducers(start, hellos), tip.head))
+
+
+def check_hello(law: Law, tip: Tip, hello: Hello, signed: Signed) -> None:
+    if (hello.head, hello.k) != (tip.head, tip.k + 1):
+        raise BadPacket("HELLO is for another head")
+    if hello.h > law.max_h:
+        raise BadPacket(f"HELLO claims {hello.h} inner steps; the run allows {law.max_h}")
+    if not signed.by("Hello", hello.peer):
+        raise BadPacket("HELLO is not signed by its peer")
+
+
+def _reducers(start: Start, hellos: Sequence[Hello]) -> list[tuple[bytes, int]]:
+    """(peer, rate) of the nodes; a group of clients alone is reduced by its leader."""
+    rows = list(zip(hellos, start.modes, start.rates, strict=True))
+    return [(h.peer, rate) for h, mode, rate in rows if mode == NODE] or [(start.leader, 1)]
+
+
+def check_record(start: CheckedStart, signed: Signed) -> SpanRecord:
+    """Verify one span's record against its START; raise BadPacket."""
+    record = SpanRecord.unpack(signed.body)
+    n = len(start.hellos)
+    if record.start != start.group or record.span >= len(start.spans):
+        raise BadPacket("a span record is of another group")
+    span = start.spans[record.span]
+    if len(record.counts) != n or len(record.reasons) != n or max(record.counts) != span.n_parts:
+        raise BadPacket("a span record's counts do not fit its span")
+    if not signed.by("SpanRecord", span.reducer):
+        raise BadPacket("a span record is not signed by its reducer")
+    return record
+
+
+def root_of(records: Sequence[Signed]) -> bytes:
+    """32 bytes that name all spans' records, in span order."""
+    return hashlib.sha256(b"".join(record.hash for record in records)).digest()
+
+
+def check_entry(law: Law, tip: Tip, entry: Entry) -> Checked:
+    """Verify every hash, signature and count of an entry on top of `tip`; raise BadPacket.
+
+    Whoever serves an entry can therefore be anybody. The averaged bytes are decoded as well, so that what is
+    accepted here can be applied.
+    """
+    start = check_start(law, tip, entry.start)
+    if not len(start.spans) == len(entry.records) == len(entry.data):
+        raise BadPacket(f"an entry has {len(entry.records)} records and {len(entry.data)} spans for {len(start.spans)}")
+    records = tuple(check_record(start, signed) for signed in entry.records)
+    for span, record, data in zip(start.spans, records, entry.data, strict=True):
+        if record.span != span.index or record.digest != hashlib.sha256(data).digest():
+            raise BadPacket(f"span {span.index}'s bytes are not those its reducer signed")
+        check_averaged(law, span, data)
+    head = hashlib.sha256(tip.head + start.group + root_of(entry.records)).digest()
+    return Checked(entry, start, records, head)
+
+
+def check_averaged(law: Law, span: Span, data: bytes | memoryview) -> None:
+    """Decode each part of a span once: whoever signed it, it must be finite and fit; raise BadPacket."""
+    for at, piece in enumerate(law.layout.down_parts(span.first, span.stop, data), start=span.first):
+        law.layout.decode_down(at, piece)
+
+
+def merged_update(law: Law, checked: Checked) -> Tensor:
+    """d of the entry, (elements,) fp32: the merged pseudo-gradient that every peer steps by, bit for bit."""
+    d = torch.empty(law.layout.n_elements)
+    ratio = _mean_ratio(checked.records)
+    for span, data in zip(checked.start.spans, checked.entry.data, strict=True):
+        for at, piece in enumerate(law.layout.down_parts(span.first, span.stop, data), start=span.first):
+            part = law.layout.parts[at]
+            values = law.layout.decode_down(at, piece)
+            d[part.start : part.stop] = values * ratio if part.scaled else values
+    return d
+
+
+def _mean_ratio(records: Sequence[SpanRecord]) -> float:
+    """Mean of ||IsoC|| / ||mean|| over the flattened tensors (algorithms: embeddings take it when not flattened)."""
+    count = sum(record.ratio_count for record in records)
+    return sum(record.ratio_sum for record in records) / count if count else 1.0
+
+
+def advance(law: Law, tip: Tip, checked: Checked) -> Tip:
+    """The tip after an entry that `check_entry` returned for this `tip`. Integers only, so equal everywhere."""
+    members = checked.counted
+    counted = {h.peer: sum(n for _, n in checked.counted_parts(h.peer)) for h in members}
+    parts = len(law.layout.parts)
+    tokens = sum(h.h * law.config.tokens_per_step * counted[h.peer] // parts for h in members)
+    return replace(
+        tip,
+        k=tip.k + 1,
+        head=checked.head,
+        members=tuple(h.peer for h in members),
+        tokens=tip.tokens + tokens,
+        last_tokens=tokens,
+        weight=tip.weight + sum(h.h for h in members),
+        period_ms=_period_ms(law, tip, sorted(h.pace_mhz for h in members)),
+        recent=(*tip.recent, checked.head)[-RECENT_HEADS:],
+    )
+
+
+def _period_ms(law: Law, tip: Tip, paces_mhz: list[int]) -> int:
+    """H steps at the median member's pace, and never more than twice or less than half the last period."""
+    period = max(1, law.config.run.inner_steps * 1_000_000 // paces_mhz[(len(paces_mhz) - 1) // 2])
+    return min(max(period, tip.period_ms // 2), 2 * tip.period_ms) if tip.period_ms else period

@@ -1,0 +1,128 @@
+"""What peers say to each other. Every message of an all-reduce is keyed by its group (START's hash)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2p_muloco.chain import CLIENT, MAX_MEMBERS, NODE
+from p2p_muloco.identity import PEER_ID_BYTES
+from p2p_muloco.wire import Record, integer, many, raw
+
+__all__ = [
+    "FRAME_BYTES", "GATHERING", "EXCHANGING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join",
+    "Lacking", "Parts", "Poll", "RecordMessage", "StartMessage", "TipMessage",
+]  # fmt: skip
+
+FRAME_BYTES = 256 * 1024  # parts are bundled up to this size; one larger part makes a larger frame
+TRAINING, GATHERING, EXCHANGING = 0, 1, 2  # what a peer is doing at its head
+
+
+@dataclass(frozen=True)
+class Poll(Record):
+    """'Where are you?' Answered by TipMessage. A higher attempt at the same head forces the asked one to decide."""
+
+    KIND = 10
+    head: bytes = raw(32)
+    k: int = integer(0, 2**40)
+    attempt: int = integer(0, 10**6)
+
+
+@dataclass(frozen=True)
+class TipMessage(Record):
+    KIND = 11
+    k: int = integer(0, 2**40)
+    recent: tuple[bytes, ...] = many(raw(32), 1, 8)  # heads, oldest first; the last is the current one
+    weight: int = integer(0, 2**60)
+    phase: int = integer(TRAINING, EXCHANGING)
+    leader: bytes = raw(0, PEER_ID_BYTES)  # whom it follows while it gathers; itself if it leads
+
+
+@dataclass(frozen=True)
+class Join(Record):
+    """To a leader: 'take me into the next attempt'. The signed HELLO names head, entry, h and packet."""
+
+    KIND = 12
+    hello: bytes = raw(1, 256)
+    signature: bytes = raw(64)
+    mode: int = integer(CLIENT, NODE)
+    rate: int = integer(1, 10**7)
+    attempt: int = integer(0, 10**6)
+
+
+@dataclass(frozen=True)
+class StartMessage(Record):
+    KIND = 13
+    MAX_BYTES = 34 * 1024
+    body: bytes = raw(1, 32 * 1024)
+    signature: bytes = raw(64)
+
+
+@dataclass(frozen=True)
+class Parts(Record):
+    """Scatter: parts [first, stop) of the sender's packet, to the reducer of their span."""
+
+    KIND = 20
+    group: bytes = raw(32)
+    first: int = integer(0, 2**24)
+    stop: int = integer(1, 2**24)
+    data: bytes | memoryview = b""
+
+
+@dataclass(frozen=True)
+class Averaged(Record):
+    """Gather: averaged parts [first, stop) of span `span`, as its reducer encoded them once."""
+
+    KIND = 21
+    group: bytes = raw(32)
+    span: int = integer(0, MAX_MEMBERS - 1)
+    first: int = integer(0, 2**24)
+    stop: int = integer(1, 2**24)
+    data: bytes | memoryview = b""
+
+
+@dataclass(frozen=True)
+class RecordMessage(Record):
+    KIND = 22
+    body: bytes = raw(1, 2048)
+    signature: bytes = raw(64)
+
+
+@dataclass(frozen=True)
+class Confirm(Record):
+    """'I hold every span under this root.'"""
+
+    KIND = 23
+    group: bytes = raw(32)
+    root: bytes = raw(32)
+
+
+@dataclass(frozen=True)
+class Fetch(Record):
+    """'Its reducer is lost: do you hold this span?' Answered by Averaged + RecordMessage, or by Lacking."""
+
+    KIND = 24
+    group: bytes = raw(32)
+    span: int = integer(0, MAX_MEMBERS - 1)
+
+
+@dataclass(frozen=True)
+class Lacking(Record):
+    """'No, and from now on I take it from nobody but another member who holds it whole.'"""
+
+    KIND = 25
+    group: bytes = raw(32)
+    span: int = integer(0, MAX_MEMBERS - 1)
+
+
+@dataclass(frozen=True)
+class Abandon(Record):
+    """'I gave this attempt up.'"""
+
+    KIND = 26
+    group: bytes = raw(32)
+
+
+KINDS: dict[int, type[Record]] = {
+    kind.KIND: kind
+    for kind in (Poll, TipMessage, Join, StartMessage, Parts, Averaged, RecordMessage, Confirm, Fetch, Lacking, Abandon)
+}

@@ -1,0 +1,134 @@
+"""The reducer of one span: decode, check and sum parts as they arrive, merge, encode once. Pure.
+
+Parts of a piece are summed as soon as every member still open has delivered them, in order of peer id, so a reducer
+holds encoded bytes of what waits and decoded values of one piece only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from p2p_muloco.chain import CheckedStart, Law, SpanRecord
+from p2p_muloco.errors import BadPacket
+from p2p_muloco.merge import counted_weight, iso_c, norm_ratio
+from p2p_muloco.messages import FRAME_BYTES
+from p2p_muloco.packet import Span
+
+__all__ = ["BROKE_RULE", "COUNTED", "TOO_LATE", "VANISHED", "SpanReducer"]
+
+COUNTED, VANISHED, TOO_LATE, BROKE_RULE = range(4)  # indices of chain.REASONS
+LARGEST_ELEMENT = 1e6  # weights are of order 1; 64 such values still sum to a finite fp32
+
+
+class SpanReducer:
+    """`add` and `close` change it; `take` returns what was averaged since the last call."""
+
+    def __init__(self, law: Law, start: CheckedStart, span: Span) -> None:
+        self.law, self.start, self.span = law, start, span
+        n = len(start.hellos)
+        self._waiting: list[dict[int, bytes]] = [{} for _ in range(n)]  # part -> encoded bytes, by member
+        self._next = [span.first] * n  # first part that a member has not delivered
+        self._open = [True] * n
+        self.reasons = [COUNTED] * n
+        self._pieces = [p for p in law.layout.pieces if span.first <= p[0] < span.stop]
+        self._fresh: list[tuple[int, int, bytes]] = []
+        self.averaged: list[bytes] = []
+        self.ratio_sum, self.ratio_count = 0.0, 0
+
+    @property
+    def finished(self) -> bool:
+        return not self._pieces
+
+    def missing(self) -> list[int]:
+        """Indices of members that have not delivered all and are not closed."""
+        return [i for i, at in enumerate(self._next) if self._open[i] and at < self.span.stop]
+
+    def add(self, member: int, first: int, stop: int, data: bytes | memoryview) -> None:
+        """Take parts [first, stop) of a member, in any order, once each; raise BadPacket if they don't fit the span."""
+        if not self.span.first <= first < stop <= self.span.stop:
+            raise BadPacket(f"parts {first}..{stop} are not of span {self.span.index}")
+        slices = self.law.layout.up_parts(first, stop, data)
+        if not self._open[member]:
+            return
+        for part, piece in enumerate(slices, start=first):
+            if part >= self._next[member]:
+                self._waiting[member].setdefault(part, bytes(piece))
+        while self._next[member] in self._waiting[member]:
+            if self._next[member] >= self.span.stop:
+                break
+            self._next[member] += 1
+        self._reduce_ready()
+
+    def close(self, member: int, reason: int) -> None:
+        """Count nothing of a member from its first missing part on."""
+        if self._open[member]:
+            self._open[member] = False
+            if self._next[member] < self.span.stop:
+                self.reasons[member] = reason
+            self._reduce_ready()
+
+    def take(self) -> list[tuple[int, int, bytes]]:
+        """(first, stop, bytes) runs of averaged parts, in order, bundled up to a frame's size."""
+        runs: list[tuple[int, int, bytes]] = []
+        for first, stop, data in self._fresh:
+            if runs and len(runs[-1][2]) + len(data) <= FRAME_BYTES:
+                runs[-1] = (runs[-1][0], stop, runs[-1][2] + data)
+            else:
+                runs.append((first, stop, data))
+        self._fresh = []
+        return runs
+
+    def record(self, digest: bytes) -> SpanRecord:
+        assert self.finished
+        counts = tuple(at - self.span.first for at in self._next)
+        return SpanRecord(start=self.start.group, span=self.span.index, digest=digest, counts=counts,
+                          reasons=tuple(self.reasons), ratio_sum=self.ratio_sum, ratio_count=self.ratio_count)  # fmt: skip
+
+    def _reduce_ready(self) -> None:
+        while self._pieces:
+            first, stop = self._pieces[0]
+            if any(is_open and at < stop for is_open, at in zip(self._open, self._next, strict=True)):
+                return
+            self._pieces.pop(0)
+            means = [self._mean(part) for part in range(first, stop)]
+            encoded = b"".join(
+                self.law.layout.parts[first + i].down.encode(d) for i, d in enumerate(self._merge(first, means))
+            )
+            self._fresh.append((first, stop, encoded))
+            self.averaged.append(encoded)
+
+    def _mean(self, part: int) -> Tensor:
+        """tau sum(q_i) / sum(h_i) over the members counted in this part (design, 4)."""
+        total = torch.zeros(self.law.layout.parts[part].size)
+        counted: list[int] = []
+        for member, hello in enumerate(self.start.hellos):
+            values = self._decode(member, part)
+            if values is not None:
+                total.add_(values)
+                counted.append(hello.h)
+        return total.mul_(counted_weight(counted, self.law.config.run.inner_steps)) if counted else total
+
+    def _decode(self, member: int, part: int) -> Tensor | None:
+        data = self._waiting[member].pop(part, None)
+        if data is None or part >= self._next[member]:
+            return None
+        try:
+            values = self.law.layout.decode_up(part, data)
+            if values.abs().max() > LARGEST_ELEMENT:
+                raise BadPacket(f"part {part} holds a value over {LARGEST_ELEMENT:g}")
+        except BadPacket:
+            self._open[member], self._next[member], self.reasons[member] = False, part, BROKE_RULE
+            return None
+        return values
+
+    def _merge(self, first: int, means: list[Tensor]) -> list[Tensor]:
+        """Iso-C of a whole matrix, or the mean as it is."""
+        part = self.law.layout.parts[first]
+        if not part.flattened:
+            return means
+        whole = torch.cat(means)
+        flat = iso_c(whole.view(self.law.layout.shapes[part.tensor])).reshape(-1)
+        self.ratio_sum += norm_ratio(whole, flat)
+        self.ratio_count += 1
+        return list(flat.split([len(mean) for mean in means]))

@@ -1,0 +1,291 @@
+"""State on disk and what others may ask of it. Pure and disk, no network.
+
+    HOME/log/entry-000000042.bin             entries, so that newcomers can replay what they missed
+    HOME/snapshots/000000050.safetensors     anchor and momentum, pinned at k = 0 mod `snapshot_every`
+
+The last two snapshots stay, and the entries since the older one. Files appear by rename, so none is ever half written.
+A newcomer takes a snapshot in hashed chunks, then replays entries, which are small. Costs 8 bytes a parameter and
+snapshot: 160 GB for two of 10B parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save_file
+from torch import Tensor
+
+from p2p_muloco.chain import Checked, Entry, Law, Tip, check_entry
+from p2p_muloco.errors import BadPacket, StateUnavailable
+from p2p_muloco.packet import Layout
+from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
+
+__all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "WantManifest", "WantRun", "fetch_entry",
+           "fetch_state", "serve", "state_digest", "write_atomically"]  # fmt: skip
+
+CHUNK_BYTES = 4 * 2**20
+KEPT_SNAPSHOTS = 2
+
+Fetch = Callable[[bytes, Record], bytes]
+"""(peer id, request) -> the answer's bytes; raises StateUnavailable."""
+
+
+@dataclass(frozen=True)
+class WantRun(Record):
+    """The run's canonical config bytes."""
+
+    KIND = 40
+    config_hash: bytes = raw(32)
+
+
+@dataclass(frozen=True)
+class WantEntry(Record):
+    """Entry k, packed; empty if it is not in the log."""
+
+    KIND = 41
+    k: int = integer(1, 2**40)
+
+
+@dataclass(frozen=True)
+class WantManifest(Record):
+    """The newest pinned snapshot: its tip, size and the sha256 of each chunk; empty if there is none."""
+
+    KIND = 42
+    newest: int = integer(0, 1)  # 0 asks for the older of the two that are kept
+
+
+@dataclass(frozen=True)
+class WantChunk(Record):
+    KIND = 43
+    k: int = integer(0, 2**40)
+    index: int = integer(0, 2**24)
+
+
+REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk)}
+
+
+@dataclass
+class State:
+    """What all peers agree on after entry `tip.k`: flat fp32 CPU vectors of all weights, in the model's order."""
+
+    tip: Tip
+    anchor: Tensor
+    momentum: Tensor
+
+    @property
+    def digest(self) -> bytes:
+        return state_digest(self.anchor, self.momentum)
+
+
+def state_digest(anchor: Tensor, momentum: Tensor) -> bytes:
+    """sha256(anchor | momentum), 32 bytes; about 1 s a gigabyte."""
+    total = hashlib.sha256(anchor.numpy())
+    total.update(momentum.numpy())
+    return total.digest()
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """`write(temporary)`, flush it to the disk, rename: a crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class Store:
+    """The folder that a peer serves others from, and resumes from. One writer, any number of readers."""
+
+    def __init__(self, home: Path, layout: Layout, config_bytes: bytes) -> None:
+        self.log, self.snapshots = home / "log", home / "snapshots"
+        self.layout, self.config_bytes = layout, config_bytes
+        self.log.mkdir(parents=True, exist_ok=True)
+        self.snapshots.mkdir(parents=True, exist_ok=True)
+
+    def put_entry(self, k: int, entry: Entry) -> None:
+        packed = entry.pack()
+        write_atomically(self.log / f"entry-{k:09d}.bin", lambda path: path.write_bytes(packed))
+
+    def entry(self, k: int) -> bytes:
+        """Packed bytes, or b'' if it is not kept."""
+        try:
+            return (self.log / f"entry-{k:09d}.bin").read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def pin(self, state: State) -> None:
+        """Keep a state; drop what is older than the one before it, and the entries that led there."""
+        tensors = {}
+        for name, shape, place in self.layout.tensor_slices():
+            tensors[f"anchor/{name}"] = state.anchor[place].view(shape)
+            tensors[f"momentum/{name}"] = state.momentum[place].view(shape)
+        path = self.snapshots / f"{state.tip.k:09d}.safetensors"
+        metadata = {"tip": state.tip.pack().hex(), "format": "p2p-muloco-state-1"}
+        write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        self._drop_old()
+
+    def pinned(self) -> list[int]:
+        """Entry numbers of the kept snapshots, oldest first."""
+        return sorted(int(path.stem) for path in self.snapshots.glob("*.safetensors"))
+
+    def _drop_old(self) -> None:
+        kept = self.pinned()[-KEPT_SNAPSHOTS:]
+        for path in self.snapshots.glob("*.safetensors"):
+            if int(path.stem) < kept[0]:
+                path.unlink(missing_ok=True)
+        for path in self.log.glob("entry-*.bin"):
+            found = re.fullmatch(r"entry-(\d+)", path.stem)
+            if found and int(found.group(1)) <= kept[0]:
+                path.unlink(missing_ok=True)
+
+    def manifest(self, newest: bool) -> bytes:
+        """msgpack of (k, size in bytes, chunk hashes); b'' if nothing is pinned."""
+        pinned = self.pinned()
+        if not pinned or (not newest and len(pinned) < 2):
+            return b""
+        k = pinned[-1] if newest else pinned[0]
+        side = self.snapshots / f"{k:09d}.json"
+        path = self.snapshots / f"{k:09d}.safetensors"
+        if not side.exists():
+            digests = [hashlib.sha256(chunk).hexdigest() for chunk in _chunks(path)]
+            text = json.dumps({"size": path.stat().st_size, "sha256": digests})
+            write_atomically(side, lambda temporary: temporary.write_text(text))
+        known = json.loads(side.read_text())
+        packed: bytes = msgpack.packb((k, known["size"], [bytes.fromhex(d) for d in known["sha256"]]))
+        return packed
+
+    def chunk(self, k: int, index: int) -> bytes:
+        try:
+            with open(self.snapshots / f"{k:09d}.safetensors", "rb") as file:
+                file.seek(index * CHUNK_BYTES)
+                return file.read(CHUNK_BYTES)
+        except FileNotFoundError:
+            return b""
+
+    def resume(self, law: Law) -> tuple[State, list[Checked]] | None:
+        """The newest undamaged state, and the verified entries after it; None in a fresh folder."""
+        for k in reversed(self.pinned()):
+            try:
+                state = read_state(law, (self.snapshots / f"{k:09d}.safetensors").read_bytes())
+            except (BadPacket, OSError):
+                continue
+            return state, list(self._replayable(law, state.tip))
+        return None
+
+    def _replayable(self, law: Law, tip: Tip) -> Iterator[Checked]:
+        from p2p_muloco.chain import advance
+
+        while packed := self.entry(tip.k + 1):
+            try:
+                checked = check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law)))
+            except BadPacket:
+                return
+            tip = advance(law, tip, checked)
+            yield checked
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def max_entry_bytes(law: Law) -> int:
+    return law.layout.down_bytes + 512 * 1024
+
+
+def max_state_bytes(law: Law) -> int:
+    return 8 * law.layout.n_elements + 2**20 + 512 * len(law.layout.names)
+
+
+def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
+    """The answer to one request: bytes that are named by a hash the asker knows or is told; b'' for 'not here'."""
+    match request:
+        case WantRun():
+            return config_bytes if hashlib.sha256(config_bytes).digest() == request.config_hash else b""
+        case WantEntry():
+            return store.entry(request.k)
+        case WantManifest():
+            return store.manifest(bool(request.newest))
+        case WantChunk():
+            return store.chunk(request.k, request.index)
+    raise BadPacket("not a request")
+
+
+def fetch_entry(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> Checked:
+    """The verified entry after `tip`; raise StateUnavailable if the donor has none or a false one."""
+    packed = fetch(donor, WantEntry(tip.k + 1))
+    if not packed:
+        raise StateUnavailable(f"the donor has no entry {tip.k + 1}")
+    try:
+        return check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law)))
+    except BadPacket as error:
+        raise StateUnavailable(f"the donor's entry {tip.k + 1} does not hold here: {error}") from None
+
+
+def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Callable[[int, int], None]) -> State:
+    """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. Raise StateUnavailable."""
+    try:
+        k, size, digests = msgpack.unpackb(fetch(donor, WantManifest(int(newest))), use_list=False)
+        expected = -(-size // CHUNK_BYTES)
+        if not (0 < size <= max_state_bytes(law) and len(digests) == expected and isinstance(k, int)):
+            raise ValueError
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule") from None
+    whole = bytearray()
+    for index, digest in enumerate(digests):
+        chunk = fetch(donor, WantChunk(k, index))
+        if hashlib.sha256(chunk).digest() != digest:
+            raise StateUnavailable(f"chunk {index} of the donor's state is not what its manifest says")
+        whole += chunk
+        progress(len(whole), size)
+    try:
+        return read_state(law, bytes(whole))
+    except BadPacket as error:
+        raise StateUnavailable(f"the donor's state breaks a rule: {error}") from None
+
+
+def read_state(law: Law, whole: bytes) -> State:
+    """Check names, shapes, types and finiteness; raise BadPacket."""
+    try:
+        header_size = int.from_bytes(whole[:8], "little")
+        metadata = json.loads(whole[8 : 8 + header_size])["__metadata__"]
+        tip = Tip.unpack(bytes.fromhex(metadata["tip"]))
+        tensors = load(whole)
+    except (ValueError, KeyError, TypeError, SafetensorError):
+        raise BadPacket("not a safetensors state of this program") from None
+    anchor, momentum = torch.empty(law.layout.n_elements), torch.empty(law.layout.n_elements)
+    for name, shape, place in law.layout.tensor_slices():
+        for prefix, flat in (("anchor", anchor), ("momentum", momentum)):
+            tensor = tensors.get(f"{prefix}/{name}")
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+                raise BadPacket(f"{prefix}/{name} is absent or not fp32 {shape}")
+            flat[place] = tensor.reshape(-1)
+    if not (torch.isfinite(anchor).all() and torch.isfinite(momentum).all()):
+        raise BadPacket("a state with numbers that are not finite")
+    if tip.k and tip.recent[-1] != tip.head:
+        raise BadPacket("a state whose chain does not fit")
+    return State(tip, anchor, momentum)
+
+
+def pack_request(request: Record) -> bytes:
+    head, _ = write_frame(request)
+    return head
+
+
+def read_request(frame: bytes) -> Record:
+    return read_frame(frame, REQUESTS)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
