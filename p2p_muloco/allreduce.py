@@ -6,11 +6,11 @@ send, `wake_at` when to call again, `result` how it ended.
     scatter  each member sends parts of its packet to the member that reduces them
     gather   each reducer sends its averaged bytes, encoded once, and a signed record of them
     confirm  members compare roots; who lacks a span whose reducer is lost asks members who may hold it
-    commit   all spans are held under one root, and every member has confirmed it, is gone, or time is up
+    commit   all spans are held under one root, and every member has confirmed it, gave up, is gone, or time is up
 
-Why nobody differs: a span has one signed record; two versions of it void the attempt. A member that says it lacks a
-span takes it from then on only from another member, so when nobody holds it everybody gives up. And a peer that is
-asked by a later attempt decides on the spot (`decide`), so it can't commit behind the asker's back.
+Why nobody differs: a span has one signed record; two versions of it void the attempt. Who gives up while the others
+commit learns of it before it commits anything else, because a leader asks all members first (member.py). And nobody
+commits alone what all others who answer gave up: they may be about to agree on something else.
 
 Cost for a member: 2 (n-1)/n of a packet each way, whatever n; plus about 1 kB a member for lists and records.
 """
@@ -104,7 +104,8 @@ class Attempt:
         self.result: Checked | Lost | None = None
         self.held = [HeldSpan(law, span) for span in start.spans]
         self.reducers = {s.index: SpanReducer(law, start, s) for s in start.spans if s.reducer == self.me}
-        self._gone: set[bytes] = set()
+        self._gone: set[bytes] = set()  # the transport says so
+        self._left: set[bytes] = set()  # gave up, or broke a rule
         self._roots: dict[bytes, bytes] = {}
         self._root: bytes | None = None
         self._showed: set[bytes] = set()
@@ -118,7 +119,7 @@ class Attempt:
             return
         if self.result is not None:
             if isinstance(self.result, Checked) and isinstance(message, Fetch) and message.span < len(self.held):
-                self._send_span([sender], self.held[message.span])  # a straggler may still finish by itself
+                self._send_span(sender, self.held[message.span])  # a straggler may still finish by itself
             return
         try:
             match message:
@@ -138,14 +139,17 @@ class Attempt:
                     if self.held[message.span].source == sender:
                         self._seek(self.held[message.span])
                 case Abandon():
-                    self._lose(sender)
+                    self._left.add(sender)
+                    self._lose(sender, VANISHED)
         except BadPacket:
+            self._left.add(sender)
             self._lose(sender, BROKE_RULE)
         self._settle(now)
 
     def on_gone(self, peer: bytes, now: float) -> None:
         if self.result is None and peer in self.others:
-            self._lose(peer)
+            self._gone.add(peer)
+            self._lose(peer, VANISHED)
             self._settle(now)
 
     def on_time(self, now: float) -> None:
@@ -163,12 +167,20 @@ class Attempt:
 
     def decide(self) -> None:
         """End it now: with the entry if every span is held, else without."""
+        if self.result is not None:
+            return
+        if self._root is None:
+            lacking = [held.span.reducer for held in self.held if held.data is None]
+            self.abandon("not all averaged spans arrived in time", frozenset(lacking) - {self.me})
+        elif self._left and self._root not in self._roots.values():
+            self.abandon("nobody else confirmed it, and not all are gone")
+        else:
+            self._commit()
+
+    def abandon(self, reason: str, suspects: frozenset[bytes] = frozenset()) -> None:
         if self.result is None:
-            if self._root is not None:
-                self._commit()
-            else:
-                lacking = [held.span.reducer for held in self.held if held.data is None]
-                self._abandon("not all averaged spans arrived in time", frozenset(lacking) - {self.me})
+            self.result = Lost(reason, suspects)
+            self.outbox += [(peer, Abandon(self.start.group)) for peer in self.others]
 
     @property
     def wake_at(self) -> float | None:
@@ -185,7 +197,8 @@ class Attempt:
         spans = sum(held.data is not None for held in self.held)
         if self._root is None:
             return f"averaging with {len(self.others)} peers: {spans} of {len(self.held)} spans"
-        return f"confirming: {sum(r == self._root for r in self._roots.values()) + 1} of {len(self.start.members)} agree"
+        agreeing = 1 + sum(root == self._root for root in self._roots.values())
+        return f"confirming: {agreeing} of {len(self.start.members)} agree"
 
     # -- what it does
 
@@ -208,22 +221,18 @@ class Attempt:
         held = self.held[record.span]
         if held.record is not None and held.record.body != signed.body:
             reducer = held.span.reducer
-            self._abandon(f"the reducer of span {record.span} signed two versions of it", frozenset([reducer]))
+            self.abandon(f"the reducer of span {record.span} signed two versions of it", frozenset([reducer]))
         elif sender == held.source:
             held.record = signed
 
     def _on_fetch(self, sender: bytes, held: HeldSpan) -> None:
         if held.data is not None and held.record is not None:
-            self._send_span([sender], held)
+            self._send_span(sender, held)
         else:
             self.outbox.append((sender, Lacking(self.start.group, held.span.index)))
-            if held.source == held.span.reducer and held.span.reducer != self.me:
-                held.forget()
-                self._seek(held)
 
-    def _lose(self, peer: bytes, reason: int = VANISHED) -> None:
+    def _lose(self, peer: bytes, reason: int) -> None:
         """A member is gone, gave up or broke a rule: nothing more is expected of it."""
-        self._gone.add(peer)
         for reducer in self.reducers.values():
             reducer.close(self.start.members.index(peer), reason)
         for held in self.held:
@@ -233,10 +242,10 @@ class Attempt:
     def _seek(self, held: HeldSpan) -> None:
         """Ask the next member for a span whose source is lost; give up when nobody is left to ask."""
         held.forget()
-        left = [p for p in self.others if p not in self._gone | held.asked and p != held.span.reducer]
+        left = [p for p in self.others if p not in self._gone | self._left | held.asked and p != held.span.reducer]
         left.sort(key=lambda peer: peer not in self._roots)  # who confirmed holds it
         if held.span.reducer == self.me or not left:
-            self._abandon(f"span {held.span.index} is lost with its reducer", frozenset([held.span.reducer]) - {self.me})
+            self.abandon(f"span {held.span.index} is lost with its reducer", frozenset([held.span.reducer]) - {self.me})
             return
         held.source = left[0]
         held.asked.add(left[0])
@@ -260,8 +269,9 @@ class Attempt:
             self.outbox += [(peer, Confirm(self.start.group, self._root)) for peer in self.others]
         if self._root is not None:
             self._compare()
-            if all(peer in self._gone or self._roots.get(peer) == self._root for peer in self.others):
-                self._commit()
+            waited_for = set(self.others) - self._gone - self._left
+            if all(self._roots.get(peer) == self._root for peer in waited_for):
+                self.decide()
 
     def _publish(self, reducer: SpanReducer) -> None:
         held, span = self.held[reducer.span.index], reducer.span
@@ -271,26 +281,29 @@ class Attempt:
         if reducer.finished and held.record is None:
             record = reducer.record(hashlib.sha256(b"".join(reducer.averaged)).digest())
             held.record = Signed.make(record, self.identity)
-            self.outbox += [(peer, RecordMessage(held.record.body, held.record.signature)) for peer in self.others]
+            self._send_records(self.others, [held])
 
-    def _send_span(self, peers: list[bytes], held: HeldSpan) -> None:
+    def _send_span(self, peer: bytes, held: HeldSpan) -> None:
         assert held.data is not None and held.record is not None
         layout, span = self.law.layout, held.span
         base = layout.down_offsets[span.first]
-        for peer in peers:
-            for first, stop in layout.frames(layout.down_offsets, span.first, span.stop, FRAME_BYTES):
-                data = memoryview(held.data)[layout.down_offsets[first] - base : layout.down_offsets[stop] - base]
-                self.outbox.append((peer, Averaged(self.start.group, span.index, first, stop, data)))
-            self.outbox.append((peer, RecordMessage(held.record.body, held.record.signature)))
+        for first, stop in layout.frames(layout.down_offsets, span.first, span.stop, FRAME_BYTES):
+            data = memoryview(held.data)[layout.down_offsets[first] - base : layout.down_offsets[stop] - base]
+            self.outbox.append((peer, Averaged(self.start.group, span.index, first, stop, data)))
+        self._send_records([peer], [held])
+
+    def _send_records(self, peers: list[bytes], spans: list[HeldSpan]) -> None:
+        for held in spans:
+            assert held.record is not None
+            message = RecordMessage(self.start.group, held.record.body, held.record.signature)
+            self.outbox += [(peer, message) for peer in peers]
 
     def _compare(self) -> None:
         """Show the records to whoever confirmed another root, so that a reducer's two versions meet."""
         for peer, root in self._roots.items():
             if root != self._root and peer not in self._showed:
                 self._showed.add(peer)
-                for held in self.held:
-                    assert held.record is not None
-                    self.outbox.append((peer, RecordMessage(held.record.body, held.record.signature)))
+                self._send_records([peer], self.held)
 
     def _commit(self) -> None:
         records = tuple(held.record for held in self.held if held.record)
@@ -299,7 +312,3 @@ class Attempt:
         head = hashlib.sha256(self.tip.head + self.start.group + root_of(records)).digest()
         self.result = Checked(entry, self.start, tuple(check_record(self.start, r) for r in records), head)
 
-    def _abandon(self, reason: str, suspects: frozenset[bytes]) -> None:
-        if self.result is None:
-            self.result = Lost(reason, suspects | self._gone)
-            self.outbox += [(peer, Abandon(self.start.group)) for peer in self.others]

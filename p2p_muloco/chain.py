@@ -24,6 +24,7 @@ from torch import Tensor
 from p2p_muloco.config import RunConfig
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES, Identity, verify
+from p2p_muloco.model import parameter_shapes
 from p2p_muloco.packet import Layout, Span, plan_spans
 from p2p_muloco.wire import Record, integer, many, raw, real
 
@@ -45,6 +46,10 @@ class Law:
 
     config: RunConfig
     layout: Layout
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Law:
+        return cls(config, Layout(parameter_shapes(config.model), config))
 
     @cached_property
     def config_hash(self) -> bytes:

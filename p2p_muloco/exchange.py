@@ -36,7 +36,9 @@ class Exchange(Protocol):
     """What a trainer needs of a network. No call blocks but `wait` and `fetch`."""
 
     peer_id: bytes
-    traffic: Traffic
+
+    @property
+    def traffic(self) -> Traffic: ...
 
     def begin(self, packet: Packet) -> None:
         """Bring a packet into the next entry."""
@@ -118,6 +120,9 @@ class LocalNetwork:
 
     def is_dead(self, peer: bytes) -> bool:
         return peer in self._dead
+
+    def is_frozen(self, peer: bytes) -> bool:
+        return self._frozen.get(peer, 0.0) > self.now
 
     def kill(self, peer: bytes) -> None:
         self._dead.add(peer)

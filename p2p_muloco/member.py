@@ -1,26 +1,29 @@
 """One peer's side of the protocol: who leads, who takes part, which attempt runs, who is ahead. Pure.
 
-Matchmaking without polling a DHT: the members of the last entry are known to all who share its head, and so is the order
-in which they lead (chain.leader_order). A peer whose packet is ready sends JOIN to the first in that order that answers.
-The leader waits for the members that are alive, at most `window_s`, and sends START. Before the first entry, and for who
-has lost everybody, the peers seen in the DHT (`roster`) take the members' place.
+Matchmaking without polling a DHT: the members of the last entry are known to all who share its head, and so is the
+order in which they lead (chain.leader_order). A peer whose packet is ready sends JOIN to the first in that order that
+answers. The leader waits for the members that are alive, at most `window_s`, and sends START. Before the first entry,
+and for who has lost everybody, the peers seen in the DHT (`roster`) take the members' place.
 
 Rules that keep two entries from growing on one head, short of a partition:
-    - a follower follows one leader at a time and accepts START from no other;
-    - a leader starts nothing while any member is in an exchange at this head, nor while an earlier leader gathers;
-    - being asked by a later attempt decides the running one at once;
+    - a follower follows one leader at a time, accepts START from no other, and no START twice;
+    - a leader starts only when each peer that may be ahead or busy at this head has joined, answered, failed to be
+      reached, or been silent for ANSWER_S since this leader asks; and not while one of them is in an exchange;
+    - whoever notices that it stood still for LEASE_S gives its attempt up and asks, for others may have gone on;
     - alone, a peer commits only if no member of the last entry answers.
 
-Like `Attempt`, it has no sockets and no clock: `outbox`, `wake_at`, `outcomes`.
+Like `Attempt`, it has no sockets and no clock: `outbox`, `wake_at`, `outcomes`. Call `on_time` at `wake_at`, within a
+second; a caller that was late by LEASE_S is taken for one that stood still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2p_muloco.allreduce import Attempt, Lost
 from p2p_muloco.chain import (
+    CLIENT,
     NODE,
     Checked,
     CheckedStart,
@@ -43,11 +46,16 @@ from p2p_muloco.wire import Record
 
 __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
 
-ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three long round trips and a busy machine
-SUSPICION_S = 10.0  # and is not asked again for this long
+ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three asked, a second for each
+LEASE_S = 2.0  # who stood still for less still answers in time: at most a second of ANSWER_S goes into a round trip
+SUSPICION_S = 10.0  # a peer that was gone or silent is not followed for this long, unless it speaks
+BLAME_S = 60.0  # a peer whose span was lost reduces nothing for this long
 FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
+MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
+MAX_JOINS = 256  # kept at once
+MAX_SUSPECTS = 1024
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,24 @@ class _Gathering:
 
     leader: bytes
     since: float
+    turn_at: float  # since when it follows this leader, or leads
     asked_at: float
-    answered_at: float
-    answers: dict[bytes, TipMessage]
+    answers: dict[bytes, TipMessage] = field(default_factory=dict)
+    heard_at: dict[bytes, float] = field(default_factory=dict)
+    lost: set[bytes] = field(default_factory=set)  # gone or silent
+    passed: set[bytes] = field(default_factory=set)  # had their turn to lead and were not ready
     enough_at: float | None = None
+
+    def hear(self, peer: bytes, now: float) -> None:
+        self.heard_at[peer] = now
+        self.lost.discard(peer)
+
+    def lose(self, peer: bytes) -> None:
+        self.lost.add(peer)
+        self.answers.pop(peer, None)
+
+    def silent(self, peer: bytes, now: float) -> bool:
+        return now > max(self.turn_at, self.heard_at.get(peer, 0.0)) + ANSWER_S
 
 
 class Member:
@@ -100,27 +122,34 @@ class Member:
         self._packet: Packet | None = None
         self._hello: Signed | None = None
         self._gathering: _Gathering | None = None
+        self._awake_at = 0.0
         self._tries = 0
         self._joins: dict[bytes, Join] = {}
         self._suspects: dict[bytes, float] = {}
-        self._early: dict[bytes, list[tuple[bytes, Record]]] = {}
-        self._early_bytes = 0
+        self._blamed: dict[bytes, float] = {}
+        self._stalling: set[bytes] = set()  # led at this head for longer than any leader may, and started nothing
+        self._groups: set[bytes] = set()  # attempts at this head that were entered or refused
+        self._early: dict[bytes, tuple[bytes, list[Record], int]] = {}  # by sender: group, messages, bytes
+        self._told_behind = False
         self._distrusted: set[bytes] = set()
 
     # -- what the trainer asks
 
     def begin(self, packet: Packet, now: float) -> None:
         """Bring `packet` into the next entry. A second call for the same head must bring the same packet."""
-        assert self._gathering is None and self.attempt is None
-        hello = Hello(peer=self.me, head=self.tip.head, k=self.tip.k + 1, h=packet.inner_steps, pace_mhz=packet.pace_mhz,
-                      digest=packet.digest, state=packet.state)  # fmt: skip
+        if self._gathering is not None or self.attempt is not None:
+            return  # it is under way: the trainer had not yet heard of something that made it ask again
+        hello = Hello(peer=self.me, head=self.tip.head, k=self.tip.k + 1, h=packet.inner_steps,
+                      pace_mhz=packet.pace_mhz, digest=packet.digest, state=packet.state)  # fmt: skip
         assert self._packet is None or self._packet == packet
-        self._packet, self._hello = packet, Signed.make(hello, self.identity)
+        self._packet, self._hello, self._told_behind = packet, Signed.make(hello, self.identity), False
+        self._awake_at = now
         self._seek(now)
         self._harvest(now)
 
     def adopt(self, tip: Tip) -> None:
         """The trainer has caught up to `tip`; what was under way at another head is void."""
+        self._told_behind = False
         if tip.head != self.tip.head:
             self._leave()
             self.tip = tip
@@ -129,9 +158,11 @@ class Member:
     def distrust(self, peer: bytes) -> None:
         """Its claim to be ahead could not be verified; nothing it says of its head is believed from now on."""
         self._distrusted.add(peer)
+        self._told_behind = False
 
     def set_roster(self, peers: Iterable[bytes], now: float) -> None:
         """The peers of this run that the DHT shows now."""
+        self._wake(now)
         self.roster = frozenset(peers) - {self.me}
         if self._gathering is not None and self.tip.k == 0 and self._first_leader(now) != self._gathering.leader:
             self._seek(now)
@@ -140,11 +171,12 @@ class Member:
 
     def ask(self, peer: bytes) -> None:
         """Poll one peer, so that islands meet."""
-        self.outbox.append((peer, Poll(self.tip.head, self.tip.k, self._tries)))
+        self.outbox.append((peer, Poll(self.tip.head, self.tip.k)))
 
     # -- what the network brings
 
     def deliver(self, sender: bytes, message: Record, now: float) -> None:
+        self._wake(now)
         self._suspects.pop(sender, None)
         match message:
             case Poll():
@@ -161,29 +193,43 @@ class Member:
 
     def gone(self, peer: bytes, now: float) -> None:
         """The transport says: it can't be reached, or its connection broke."""
-        self._suspects[peer] = now + SUSPICION_S
+        self._wake(now)
+        self._suspect(peer, now)
         self._joins.pop(peer, None)
         if self.attempt is not None:
             self.attempt.on_gone(peer, now)
         elif self._gathering is not None:
-            self._gathering.answers.pop(peer, None)
+            self._gathering.lose(peer)
             if self._gathering.leader == peer:
                 self._seek(now)
             self._lead_on(now)
         self._harvest(now)
 
     def on_time(self, now: float) -> None:
+        self._wake(now)
         if self.attempt is not None:
             self.attempt.on_time(now)
         elif self._gathering is not None:
             self._follow_on(now) if self._gathering.leader != self.me else self._lead_on(now)
         self._harvest(now)
 
+    def _wake(self, now: float) -> None:
+        """Called first, whatever happens: after a standstill (sleep, swap, SIGSTOP) nothing known is current."""
+        stood_s, self._awake_at = now - self._awake_at, now
+        if self.attempt is not None and stood_s > LEASE_S + self.law.layout.merge_s():
+            self.attempt.abandon(f"this machine stood still for {stood_s:.0f} s")
+            self._harvest(now)
+        elif self._gathering is not None and stood_s > LEASE_S:
+            self._joins, self._gathering.answers = {}, {}
+            self._gathering.turn_at = now
+            self._ask_again(now)
+
     @property
     def wake_at(self) -> float | None:
+        at = self._awake_at + ANSWER_S / 3
         if self.attempt is not None:
-            return self.attempt.wake_at
-        return None if self._gathering is None else self._gathering.asked_at + ANSWER_S / 3
+            return at if self.attempt.wake_at is None else min(at, self.attempt.wake_at)
+        return None if self._gathering is None else min(at, self._gathering.asked_at + ANSWER_S / 3)
 
     @property
     def phase(self) -> int:
@@ -199,36 +245,54 @@ class Member:
             return "waiting for the leader to start the round; training goes on"
         missing = self.law.config.run.min_peers - len(self._joins) - 1
         if self.tip.k == 0 and missing > 0:
-            return f"waiting for {missing} more {'peer' if missing == 1 else 'peers'} to begin the run; share the join string"
+            peers = "peer" if missing == 1 else "peers"
+            return f"waiting for {missing} more {peers} to begin the run; share the join string"
         left = max(0.0, self._gathering.since + self.law.config.run.window_s - now)
         return f"gathering members: {len(self._joins) + 1} ready, at most {left:.0f} s more"
 
     # -- finding a leader
 
     def _pool(self, now: float) -> set[bytes]:
-        """Who may lead: the last entry's members; the roster where there are none or none of them answers."""
+        """Who may lead: the last entry's members; the roster too where there are none or none of them answers."""
         members = set(self.tip.members)
-        if members and any(peer != self.me and not self._suspect(peer, now) for peer in members):
+        if any(peer == self.me or not self._suspected(peer, now) for peer in members):
             return members
         return members | self.roster | {self.me}
 
-    def _suspect(self, peer: bytes, now: float) -> bool:
+    def _suspect(self, peer: bytes, now: float) -> None:
+        if len(self._suspects) >= MAX_SUSPECTS:
+            self._suspects = {p: until for p, until in self._suspects.items() if until > now and p in self._pool(now)}
+        self._suspects[peer] = now + SUSPICION_S
+
+    def _suspected(self, peer: bytes, now: float) -> bool:
         return self._suspects.get(peer, now) > now
+
+    def _is_blamed(self, peer: bytes, now: float) -> bool:
+        return self._blamed.get(peer, now) > now
+
+    def _may_lead(self, peer: bytes, now: float) -> bool:
+        g = self._gathering
+        past = g is not None and peer in g.lost | g.passed
+        return peer == self.me or not (past or self._suspected(peer, now) or peer in self._stalling)
 
     def _first_leader(self, now: float) -> bytes:
         order = leader_order(self.tip.head, list(self._pool(now)))
-        return next((peer for peer in order if peer == self.me or not self._suspect(peer, now)), self.me)
+        return next((peer for peer in order if self._may_lead(peer, now)), self.me)
 
     def _seek(self, now: float) -> None:
-        since = self._gathering.since if self._gathering else now
-        self._gathering = _Gathering(self._first_leader(now), since, now, now, {})
+        """Follow the first who may lead; a packet that has just become ready begins a gathering."""
+        leader = self._first_leader(now)
+        if self._gathering is None:
+            self._gathering = _Gathering(leader, since=now, turn_at=now, asked_at=now)
+        self._gathering.leader, self._gathering.turn_at = leader, now
         self._ask_again(now)
         self._lead_on(now)
 
     def _follow(self, leader: bytes, now: float) -> None:
-        assert self._gathering is not None
-        if leader != self._gathering.leader:
-            self._gathering.leader, self._gathering.answered_at = leader, now
+        g = self._gathering
+        assert g is not None
+        if leader != g.leader and leader not in self._stalling:
+            g.leader, g.turn_at = leader, now
             self._ask_again(now)
             self._lead_on(now)
 
@@ -238,23 +302,26 @@ class Member:
         assert g is not None and self._hello is not None
         g.asked_at = now
         if g.leader != self.me:
-            join = Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps, self._tries)
-            self.outbox.append((g.leader, join))
+            self.outbox.append((g.leader, Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)))
             return
         for peer in sorted(self._pool(now) - set(self._joins) - {self.me}):
-            if not self._suspect(peer, now):
-                self.ask(peer)
+            self.ask(peer)
 
     def _follow_on(self, now: float) -> None:
-        g = self._gathering
+        g, window_s = self._gathering, self.law.config.run.window_s
         assert g is not None
         if now < g.asked_at + ANSWER_S / 3:
             return
-        answer, window_s = g.answers.get(g.leader), self.law.config.run.window_s
-        silent = now > g.answered_at + ANSWER_S
-        late = answer is not None and answer.phase == TRAINING and now > g.since + window_s
-        if silent or late:
-            self._suspects[g.leader] = now + max(SUSPICION_S, window_s)
+        answer = g.answers.get(g.leader)
+        if g.silent(g.leader, now):
+            g.lose(g.leader)
+            self._suspect(g.leader, now)
+            self._seek(now)
+        elif answer is not None and answer.phase == TRAINING and now > g.since + window_s:
+            g.passed.add(g.leader)
+            self._seek(now)
+        elif self.tip.k and now > g.turn_at + window_s + 2 * ANSWER_S + longest_exchange_s(self.law):
+            self._stalling.add(g.leader)
             self._seek(now)
         else:
             self._ask_again(now)
@@ -266,45 +333,51 @@ class Member:
         if g is None or g.leader != self.me or self.attempt is not None:
             return
         if now >= g.asked_at + ANSWER_S / 3:
-            if now > g.since + ANSWER_S:
-                silent = self._pool(now) - set(self._joins) - set(g.answers) - {self.me}
-                self._suspects.update(dict.fromkeys((p for p in silent if not self._suspect(p, now)), now + SUSPICION_S))
+            for peer in self._expected(now):
+                if g.silent(peer, now):
+                    g.lose(peer)
+                    self._suspect(peer, now)
             self._ask_again(now)
         if self._may_start(now):
             self._start(now)
 
-    def _may_start(self, now: float) -> bool:
-        g, run = self._gathering, self.law.config.run
+    def _expected(self, now: float) -> set[bytes]:
+        """Who may still join or be ahead or busy: not those that joined, are lost, or stand at another head."""
+        g = self._gathering
         assert g is not None
-        at_head = {p: a for p, a in g.answers.items() if a.recent[-1] == self.tip.head and p not in self._joins}
-        if any(answer.phase == EXCHANGING for answer in at_head.values()):
-            return False
-        present = 1 + len(self._joins)
+        elsewhere = {peer for peer, answer in g.answers.items() if answer.recent[-1] != self.tip.head}
+        return self._pool(now) - set(self._joins) - g.lost - elsewhere - self._stalling - {self.me}
+
+    def _may_start(self, now: float) -> bool:
+        g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
+        assert g is not None
         if self.tip.k == 0 and present < run.min_peers:
             g.enough_at = None
             return False
         g.enough_at = g.enough_at if g.enough_at is not None else now
-        open_ = {p for p in self._pool(now) - {self.me} - set(self._joins) if not self._suspect(p, now)}
-        open_ -= {p for p, a in g.answers.items() if a.recent[-1] != self.tip.head}  # they are behind
-        if not open_:
+        expected = self._expected(now)
+        busy = [p for p in expected if p in g.answers and g.answers[p].phase == EXCHANGING]
+        if expected - set(g.answers) or (busy and now < g.since + longest_exchange_s(self.law) + run.window_s):
+            return False
+        if not expected:
             return True
         if self.tip.k == 0:
             return now >= g.enough_at + min(SETTLE_S, run.window_s)
-        alone = present == 1 and any(p in self.tip.members for p in at_head)
+        alone = present == 1 and bool(expected & set(self.tip.members))
         return not alone and now >= g.since + run.window_s
 
     def _start(self, now: float) -> None:
         assert self._hello is not None
-        mine = Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps, self._tries)
-        joins = {**self._joins, self.me: mine}
+        joins = {**self._joins, self.me: Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)}
         chosen = [self.me, *(p for p in leader_order(self.tip.head, list(joins)) if p != self.me)]
         chosen = sorted(chosen[: self.law.config.run.max_group])
         rows = [joins[peer] for peer in chosen]
-        scatter_s, gather_s, confirm_s = self._deadlines(rows)
+        modes = tuple(CLIENT if self._is_blamed(p, now) else row.mode for p, row in zip(chosen, rows, strict=True))
+        scatter_s, gather_s, confirm_s = deadlines_s(self.law, min(row.rate for row in rows), len(rows))
         start = Start(
-            leader=self.me, head=self.tip.head, k=self.tip.k + 1, attempt=max(row.attempt for row in rows),
+            leader=self.me, head=self.tip.head, k=self.tip.k + 1, attempt=self._tries,
             hellos=tuple(row.hello for row in rows), signatures=tuple(row.signature for row in rows),
-            modes=tuple(row.mode for row in rows), rates=tuple(row.rate for row in rows),
+            modes=modes, rates=tuple(row.rate for row in rows),
             scatter_ms=round(scatter_s * 1e3), gather_ms=round(gather_s * 1e3), confirm_ms=round(confirm_s * 1e3),
         )  # fmt: skip
         signed = Signed.make(start, self.identity)
@@ -312,24 +385,12 @@ class Member:
         self.outbox += [(peer, message) for peer in chosen if peer != self.me]
         self._enter(check_start(self.law, self.tip, signed), now)
 
-    def _deadlines(self, rows: list[Join]) -> tuple[float, float, float]:
-        """Seconds after START for scatter, gather and confirm: three times what the slowest link needs, above a floor."""
-        layout = self.law.layout
-        bytes_per_s = min(row.rate for row in rows) * 125
-        scatter = FLOOR_S + 3 * layout.up_bytes / bytes_per_s
-        gather = scatter + FLOOR_S + 3 * layout.down_bytes / bytes_per_s + layout.merge_s() / len(rows)
-        return scatter, gather, gather + FLOOR_S
-
     # -- messages
 
     def _on_poll(self, sender: bytes, poll: Poll, now: float) -> None:
-        running = self.attempt
-        if running is not None and poll.head == self.tip.head and poll.attempt > running.start.start.attempt:
-            if sender in running.others or sender in self.tip.members:
-                running.decide()
-                self._harvest(now)
-        g = self._gathering
-        if g is not None and poll.head == self.tip.head and self.attempt is None and self._precedes(sender, g.leader):
+        g, here = self._gathering, poll.head == self.tip.head and sender in self._pool(now)
+        if g is not None and here and self._precedes(sender, g.leader):
+            g.passed.discard(sender)
             self._follow(sender, now)
         self._say_tip(sender)
 
@@ -343,22 +404,27 @@ class Member:
 
     def _on_tip(self, sender: bytes, tip: TipMessage, now: float) -> None:
         head, g = tip.recent[-1], self._gathering
-        if head != self.tip.head:
-            if self._is_better(tip) and sender not in self._distrusted:
-                self._leave()
-                self.outcomes.append(Behind(tip.k, head, (sender,)))
-                return
-            if g is not None and g.leader == sender:  # it is behind or on a lighter fork: it can't lead here
-                self._suspects[sender] = now + SUSPICION_S
-                self._seek(now)
-        if g is None or self.attempt is not None:
+        if head != self.tip.head and self._is_better(tip) and sender not in self._distrusted:
+            self._tell_behind(sender, tip)
+            return
+        if g is None or (sender != g.leader and sender not in self._pool(now)):
             return
         g.answers[sender] = tip
-        if sender == g.leader:
-            g.answered_at = now
-        if head == self.tip.head and tip.phase == GATHERING and tip.leader:
+        g.hear(sender, now)
+        if head != self.tip.head and g.leader == sender:  # it is behind or on a lighter fork: it can't lead here
+            g.passed.add(sender)
+            self._seek(now)
+        elif head == self.tip.head and tip.phase == GATHERING and tip.leader:
             self._reconsider(sender, tip.leader, now)
         self._lead_on(now)
+
+    def _tell_behind(self, sender: bytes, tip: TipMessage) -> None:
+        """Once, until the trainer has dealt with it. A stranger's claim ends no attempt: it costs nothing to make."""
+        if self._told_behind or (self.attempt is not None and sender not in self.attempt.others):
+            return
+        self._leave()
+        self._told_behind = True
+        self.outcomes.append(Behind(tip.k, tip.recent[-1], (sender,)))
 
     def _reconsider(self, sender: bytes, its_leader: bytes, now: float) -> None:
         """Of two leaders at one head the earlier in the order leads; a follower's word redirects."""
@@ -366,7 +432,7 @@ class Member:
         assert g is not None
         if g.leader == self.me and its_leader == sender and self._precedes(sender, self.me):
             self._follow(sender, now)
-        elif g.leader == sender and its_leader != sender and (its_leader == self.me or not self._suspect(its_leader, now)):
+        elif g.leader == sender and its_leader != sender and self._may_lead(its_leader, now):
             self._follow(its_leader, now)
 
     def _is_better(self, tip: TipMessage) -> bool:
@@ -384,7 +450,7 @@ class Member:
                 raise BadPacket("JOIN brings another peer's HELLO")
             if hello.head == self.tip.head:
                 check_hello(self.law, self.tip, hello, signed)
-                self._joins[sender] = join
+                self._keep_join(sender, join, now)
             elif hello.k > self.tip.k + 1:
                 self.ask(sender)
         except BadPacket:
@@ -392,17 +458,24 @@ class Member:
         self._say_tip(sender)
         self._lead_on(now)
 
+    def _keep_join(self, sender: bytes, join: Join, now: float) -> None:
+        if len(self._joins) < MAX_JOINS or sender in self._joins or sender in self.tip.members:
+            self._joins[sender] = join
+        if self._gathering is not None and sender in self._pool(now):
+            self._gathering.hear(sender, now)
+
     def _on_start(self, sender: bytes, signed: Signed, now: float) -> None:
         try:
             start = check_start(self.law, self.tip, signed)
         except BadPacket:
             self._say_tip(sender)
             return
-        g = self._gathering
-        if self.attempt is not None and self.attempt.start.group == start.group:
+        if start.group in self._groups or self.me not in start.members:
             return
-        mine = self._hello is not None and self._hello.body in start.start.hellos
-        if g is None or self.attempt is not None or g.leader != start.start.leader or not mine:
+        g, mine = self._gathering, self._hello is not None and self._hello.body in start.start.hellos
+        bounded = start.start.confirm_ms <= 1e3 * longest_exchange_s(self.law)
+        if g is None or g.leader != start.start.leader or not (mine and bounded):
+            self._groups.add(start.group)
             self.outbox += [(peer, Abandon(start.group)) for peer in start.members if peer != self.me]
             return
         self._enter(start, now)
@@ -410,22 +483,33 @@ class Member:
     def _enter(self, start: CheckedStart, now: float) -> None:
         assert self._packet is not None
         self._gathering = None
+        self._groups.add(start.group)
         self.attempt = Attempt(self.law, self.identity, self.tip, start, self._packet.payload, now)
-        for sender, message in self._early.pop(start.group, []):
-            self.attempt.on_message(sender, message, now)
-        self._early, self._early_bytes = {}, 0
+        early, self._early = self._early, {}
+        for sender, (group, messages, _) in early.items():
+            if group == start.group:
+                for message in messages:
+                    self.attempt.on_message(sender, message, now)
 
     def _on_exchange(self, sender: bytes, message: Record, now: float) -> None:
-        group = getattr(message, "group", None)
+        group: bytes | None = getattr(message, "group", None)
         for attempt in (self.attempt, self._last):
-            if attempt is not None and (group is None or group == attempt.start.group):
+            if attempt is not None and group == attempt.start.group:
                 attempt.on_message(sender, message, now)
                 return
-        if self._gathering is not None and group is not None:  # other members' parts can outrun the leader's START
-            size = 200 + len(getattr(message, "data", b""))
-            if self._early_bytes + size <= EARLY_FACTOR * self.law.layout.up_bytes + 100_000:
-                self._early.setdefault(group, []).append((sender, message))
-                self._early_bytes += size
+        if self._gathering is not None and group is not None:
+            self._keep_early(sender, group, message)
+
+    def _keep_early(self, sender: bytes, group: bytes, message: Record) -> None:
+        """Other members' parts can outrun the leader's START. Of one sender: one group, one packet each way."""
+        known, messages, size = self._early.get(sender, (group, [], 0))
+        if known != group:
+            messages, size = [], 0
+        size += 200 + len(getattr(message, "data", b""))
+        layout, others = self.law.layout, sum(held for peer, (_, _, held) in self._early.items() if peer != sender)
+        fits = size <= layout.up_bytes + layout.down_bytes + 100_000
+        if fits and others + size <= EARLY_FACTOR * layout.up_bytes + 1_000_000:
+            self._early[sender] = (group, [*messages, message], size)
 
     # -- ends
 
@@ -440,11 +524,10 @@ class Member:
         result = self._last.result
         if isinstance(result, Lost):
             self._tries += 1
-            for peer in result.suspects:
-                self._suspects[peer] = now + SUSPICION_S
-                self._joins.pop(peer, None)
+            self._blamed = {p: until for p, until in self._blamed.items() if until > now}
+            self._blamed.update(dict.fromkeys(result.suspects, now + BLAME_S))
             self._joins = {}
-            self.outcomes.append(Failed(result.reason, now + min(10.0, 0.1 * 2**self._tries)))
+            self.outcomes.append(Failed(result.reason, now + min(10.0, 0.1 * 2 ** min(self._tries, 10))))
         elif result is not None:
             self.tip = advance(self.law, self.tip, result)
             self._reset()
@@ -453,10 +536,26 @@ class Member:
     def _leave(self) -> None:
         """Stop what is under way: somebody else has decided."""
         if self.attempt is not None:
-            self.outbox += [(peer, Abandon(self.attempt.start.group)) for peer in self.attempt.others]
+            self.attempt.abandon("somebody else is ahead")
+            self.outbox += self.attempt.outbox
+            self._tries += 1
         self.attempt = self._gathering = None
 
     def _reset(self) -> None:
         self._packet = self._hello = self._gathering = None
-        self._tries, self._joins, self._suspects = 0, {}, {}
-        self._early, self._early_bytes = {}, 0
+        self._tries, self._told_behind = 0, False
+        self._joins, self._suspects, self._early = {}, {}, {}
+        self._stalling, self._groups = set(), set()
+
+
+def deadlines_s(law: Law, rate_kbps: int, members: int) -> tuple[float, float, float]:
+    """Seconds after START for scatter, gather and confirm: three times what the slowest link needs, above a floor."""
+    layout, bytes_per_s = law.layout, 125 * max(MIN_RATE_KBPS, rate_kbps)
+    scatter = FLOOR_S + 3 * layout.up_bytes / bytes_per_s
+    gather = scatter + FLOOR_S + 3 * layout.down_bytes / bytes_per_s + layout.merge_s() / members
+    return scatter, gather, gather + FLOOR_S
+
+
+def longest_exchange_s(law: Law) -> float:
+    """No exchange of this run lasts longer, whoever leads it."""
+    return deadlines_s(law, MIN_RATE_KBPS, 1)[2] + 1.0

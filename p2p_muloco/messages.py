@@ -19,12 +19,11 @@ TRAINING, GATHERING, EXCHANGING = 0, 1, 2  # what a peer is doing at its head
 
 @dataclass(frozen=True)
 class Poll(Record):
-    """'Where are you?' Answered by TipMessage. A higher attempt at the same head forces the asked one to decide."""
+    """'Where are you?' Answered by TipMessage."""
 
     KIND = 10
     head: bytes = raw(32)
     k: int = integer(0, 2**40)
-    attempt: int = integer(0, 10**6)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Join(Record):
     signature: bytes = raw(64)
     mode: int = integer(CLIENT, NODE)
     rate: int = integer(1, 10**7)
-    attempt: int = integer(0, 10**6)
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,7 @@ class Averaged(Record):
 @dataclass(frozen=True)
 class RecordMessage(Record):
     KIND = 22
+    group: bytes = raw(32)
     body: bytes = raw(1, 2048)
     signature: bytes = raw(64)
 
@@ -107,7 +106,7 @@ class Fetch(Record):
 
 @dataclass(frozen=True)
 class Lacking(Record):
-    """'No, and from now on I take it from nobody but another member who holds it whole.'"""
+    """'No, not yet.'"""
 
     KIND = 25
     group: bytes = raw(32)

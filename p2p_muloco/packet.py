@@ -206,10 +206,7 @@ def plan_spans(layout: Layout, reducers: Sequence[tuple[bytes, int]], head: byte
 
 
 def _capped(rates: list[int]) -> list[int]:
-    """Lower what stands above twice the mean until nothing does (at most a few passes)."""
-    for _ in range(8):
-        limit = max(1, 2 * sum(rates) // len(rates))
-        if max(rates) <= limit:
-            break
+    """Lower what stands above twice the mean until nothing does; it shrinks by a third or more each pass."""
+    while max(rates) > (limit := 2 * sum(rates) // len(rates)):
         rates = [min(rate, limit) for rate in rates]
     return rates

@@ -19,6 +19,8 @@ from p2p_muloco.errors import BadPacket
 
 __all__ = ["Record", "integer", "many", "raw", "read_frame", "real", "text", "write_frame"]
 
+MAX_ITEMS = 128  # in any tuple of any record
+
 Check = Callable[[Any], bool]
 
 
@@ -86,8 +88,9 @@ class Record:
 
 
 def _plain(packed: bytes) -> Any:
+    # A header may claim any length, and a tuple of that length is made before its items are read: hence the limit.
     try:
-        return msgpack.unpackb(packed, use_list=False, strict_map_key=True)
+        return msgpack.unpackb(packed, use_list=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=0)
     except Exception:  # msgpack raises many kinds on hostile bytes
         raise BadPacket("not msgpack") from None
 

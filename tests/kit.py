@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import Law, Tip
+from p2p_muloco.chain import Checked, Law, Tip, advance, check_entry, merged_update
 from p2p_muloco.config import CodecConfig, OuterConfig, RunConfig, RunSection
-from p2p_muloco.exchange import Fault, LocalExchange, LocalNetwork
+from p2p_muloco.exchange import Behind, Committed, Failed, Fault, LocalExchange, LocalNetwork, Outcome
 from p2p_muloco.identity import Identity
 from p2p_muloco.member import Member
+from p2p_muloco.outer import outer_step
 from p2p_muloco.packet import Layout, Packet
 
 SHAPES = {
@@ -78,3 +79,124 @@ def established(law: Law, n: int, tokens: int = 100) -> Tip:
     head = b"\x01" * 32
     return dataclasses.replace(law.genesis, k=1, head=head, members=peers, tokens=tokens, last_tokens=tokens,
                                weight=8 * n, period_ms=1000, recent=(law.genesis.head, head))  # fmt: skip
+
+
+@dataclasses.dataclass
+class Peer:
+    """What a trainer keeps of the chain: nothing of learning, all of committing, adopting and beginning again."""
+
+    tip: Tip
+    anchor: Tensor
+    momentum: Tensor
+    entries: dict[int, Checked] = dataclasses.field(default_factory=dict)
+    retry_at: float | None = None
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+
+    def apply(self, law: Law, checked: Checked) -> None:
+        """Replay and live commit are one function; the entry is verified from its bytes alone."""
+        assert check_entry(law, self.tip, checked.entry) == checked
+        outer_step(self.anchor, self.momentum, merged_update(law, checked), 0.5, 0.5)
+        self.tip = advance(law, self.tip, checked)
+        self.entries[checked.k] = checked
+
+
+class Driver:
+    """Trainers in virtual time: each begins a packet an entry, again after Failed, and adopts when Behind."""
+
+    def __init__(self, swarm: Swarm, late_s: Sequence[float] = ()) -> None:
+        self.swarm, self.network = swarm, swarm.network
+        late_s = late_s or [0.0] * len(swarm.members)
+        zeros = [torch.zeros(swarm.law.layout.n_elements) for _ in range(2)]
+        self.peers = [Peer(m.tip, *[z.clone() for z in zeros], retry_at=self.network.now + late)
+                      for m, late in zip(swarm.members, late_s, strict=True)]  # fmt: skip
+
+    def live(self) -> list[int]:
+        return self.swarm.alive()
+
+    def run(self, k: int, limit_s: float) -> bool:
+        """Until each live peer stands at entry k or later; False if that takes longer than `limit_s`."""
+        end = self.network.now + limit_s
+        while not all(self.peers[i].tip.k >= k for i in self.live()):
+            due = [p.retry_at for i, p in enumerate(self.peers) if p.retry_at is not None and p.tip.k < k and i in self.live()]
+            event_at = self.network.next_at()
+            at = min([t for t in (*due, event_at) if t is not None], default=end + 1)
+            if at > end:
+                return False
+            if event_at is not None and event_at <= at:
+                self.network.step()
+            self.network.now = max(self.network.now, at)
+            for i in self.live():
+                self._react(i, k)
+        return True
+
+    def _react(self, i: int, k: int) -> None:
+        peer, exchange, now = self.peers[i], self.swarm.exchanges[i], self.network.now
+        if self.network.is_frozen(exchange.peer_id):
+            return
+        while (outcome := exchange.poll()) or (peer.retry_at is not None and peer.retry_at <= now and peer.tip.k < k):
+            peer.retry_at = now
+            match outcome:
+                case Committed(checked):
+                    peer.apply(self.swarm.law, checked)
+                case Failed():
+                    peer.retry_at = outcome.retry_at
+                case Behind():
+                    self._catch_up(i, outcome)
+                case None:
+                    peer.retry_at = None
+                    exchange.begin(self.packet(i, peer.tip.k + 1))
+            peer.outcomes += [outcome] if outcome else []
+
+    def _catch_up(self, i: int, behind: Behind) -> None:
+        peer, donor = self.peers[i], self._peer_of(behind.donors[0])
+        assert donor.entries.get(peer.tip.k) == peer.entries.get(peer.tip.k), "a fork"
+        while peer.tip.k < donor.tip.k:
+            peer.apply(self.swarm.law, donor.entries[peer.tip.k + 1])
+        self.swarm.exchanges[i].adopt(peer.tip)
+
+    def _peer_of(self, peer_id: bytes) -> Peer:
+        return self.peers[[m.me for m in self.swarm.members].index(peer_id)]
+
+    def packet(self, i: int, k: int) -> Packet:
+        """The one packet of peer i for entry k."""
+        return packet(self.swarm.law, self.x(i, k), self.swarm.h[i])
+
+    def x(self, i: int, k: int) -> Tensor:
+        return vector(self.swarm.law, 1000 * k + i)
+
+
+def assert_agree(driver: Driver) -> None:
+    """What must hold whatever went wrong: one chain, the same bytes, and each packet counted exactly as it says."""
+    live = [driver.peers[i] for i in driver.live()]
+    longest = max(live, key=lambda peer: peer.tip.k)
+    for peer in live:
+        for k, checked in peer.entries.items():
+            assert checked.entry.pack() == longest.entries[k].entry.pack(), f"two entries {k}"
+        if peer.tip.head == longest.tip.head:
+            assert peer.tip == longest.tip
+            assert torch.equal(peer.anchor, longest.anchor) and torch.equal(peer.momentum, longest.momentum)
+    for checked in longest.entries.values():
+        assert_accounted(driver, checked)
+
+
+def assert_accounted(driver: Driver, checked: Checked) -> None:
+    """The entry's bytes are the reducer's mean of exactly the parts that its records count, weighted by h."""
+    law = driver.swarm.law
+    sums, hs = torch.zeros(law.layout.n_elements), [[] for _ in law.layout.parts]
+    for i, member in enumerate(driver.swarm.members):
+        payload = driver.packet(i, checked.k).payload
+        for span, n_parts in checked.counted_parts(member.me):
+            for at in range(span.first, span.first + n_parts):
+                part = law.layout.parts[at]
+                sums[part.start : part.stop] += law.layout.decode_up(at, law.layout.up_slice(payload, at, at + 1))
+                hs[at].append(driver.swarm.h[i])
+    d = merged_update(law, checked)
+    for part, counted in zip(law.layout.parts, hs, strict=True):
+        mean = sums[part.start : part.stop] * weight_by_hand(counted, law.config.run.inner_steps)
+        decoded = part.down.decode(part.down.encode(mean), part.size)
+        assert torch.allclose(d[part.start : part.stop], decoded, atol=float(mean.abs().max()) / 6)
+        assert torch.allclose(mean, d[part.start : part.stop], atol=float(mean.abs().max()) / 6)
+
+
+def weight_by_hand(h: Sequence[int], inner_steps: int) -> float:
+    return min(sum(x * x for x in h) / sum(h), 2 * inner_steps) / sum(h)

@@ -47,14 +47,14 @@ def test_iso_c_against_fp64_svd(m: int, n: int, condition: float, tolerance: flo
     d = conditioned(m, n, condition)
     result = iso_c(d)
     assert result.dtype == torch.float32 and result.is_contiguous()
-    assert error(result, exact(d)) < tolerance  # measured 3e-8, 3e-8, 4e-6
+    assert error(result, exact(d)) < tolerance  # measured 2e-8, 3e-8, 6e-6
 
 
 @pytest.mark.parametrize(("m", "n"), SIDES)
 @pytest.mark.parametrize(("condition", "tolerance"), [(1.0, 1e-5), (100.0, 2e-5), (1e4, 5e-4)])
 def test_iterative_iso_c_against_fp64_svd(m: int, n: int, condition: float, tolerance: float) -> None:
     d = conditioned(m, n, condition)
-    assert error(iso_c_iterative(d), exact(d)) < tolerance  # measured 3e-6, 4e-6, 7e-5
+    assert error(iso_c_iterative(d), exact(d)) < tolerance  # measured 4e-6, 3e-6, 5e-5
 
 
 @pytest.mark.parametrize(("flatten", "tolerance"), [(iso_c, 1e-6), (iso_c_iterative, 1e-5)])
@@ -64,12 +64,17 @@ def test_iso_c_with_zero_rows_and_columns(flatten, tolerance: float) -> None:
     d[:, 5:9] = 0
     result = flatten(d)
     assert error(result, exact(d)) < tolerance
-    assert not result[::3].abs().max() > 1e-6 and not result[:, 5:9].abs().max() > 1e-6
+    assert result[::3].abs().max() < 1e-6 and result[:, 5:9].abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("flatten", "tolerance"), [(iso_c, 1e-5), (iso_c_iterative, 1e-4)])
+def iterative_fp64(d: Tensor) -> Tensor:
+    return iso_c_iterative(d.double())
+
+
+# Measured 4e-8, 0.12, 6e-10: the twelve steps in fp32 raise the noise of their own rounding.
+@pytest.mark.parametrize(("flatten", "tolerance"), [(iso_c, 1e-6), (iso_c_iterative, 0.3), (iterative_fp64, 1e-7)])
 def test_iso_c_of_exactly_rank_deficient_integers(flatten, tolerance: float) -> None:
-    """Small integers, so that fp32 holds the product without noise in the null space."""
+    """Small integers, so that d itself has no noise in its null space."""
     d = random(64, 5).mul(4).round() @ random(5, 96, seed=1).mul(4).round()
     u, s, vt = torch.linalg.svd(d.double(), full_matrices=False)
     expected = s[:5].sum() / 64 * u[:, :5] @ vt[:5]  # the mean is over all 64 values, 59 of them zero

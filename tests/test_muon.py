@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -83,7 +84,7 @@ def test_composed_quintics_stay_in_their_band(name: str, largest: float) -> None
     assert x.min() > 0
 
 
-@pytest.mark.parametrize(("name", "smallest", "largest"), [("muloco", 0.70, 1.146), ("polar", 0.85, 1.142)])
+@pytest.mark.parametrize(("name", "smallest", "largest"), [("muloco", 0.95, 1.146), ("polar", 0.85, 1.142)])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (96, 32), (32, 96)])
 def test_orthogonalize_against_fp64_svd(name: str, smallest: float, largest: float, m: int, n: int) -> None:
     g, polar = with_spectrum(m, n, torch.logspace(0, -1.3, min(m, n), dtype=torch.float64))
@@ -92,7 +93,7 @@ def test_orthogonalize_against_fp64_svd(name: str, smallest: float, largest: flo
     assert smallest < values.min() and values.max() < largest
     # Same singular vectors: U^T X V is diagonal and positive, so X is polar times a symmetric matrix near 1.
     inner = polar.T @ result if m >= n else result @ polar.T
-    assert torch.allclose(inner, inner.T, atol=2e-6)  # measured 4e-7
+    assert torch.allclose(inner, inner.T, atol=5e-6)  # measured 9e-7
     assert float((result * polar).sum() / result.norm() / polar.norm()) > 0.99
 
 
@@ -105,7 +106,7 @@ def test_orthogonalize_is_exactly_the_polynomial_of_the_singular_values(name: st
         x = a * x + b * x**3 + c * x**5
     expected, _ = with_spectrum(24, 40, x)
     error = (orthogonalize(g.float(), name).double() - expected).norm() / expected.norm()
-    assert error < 3e-6  # measured 5e-7
+    assert error < 5e-6  # measured 1e-6
 
 
 def test_batches_and_sides_agree_with_one_by_one() -> None:
@@ -194,7 +195,7 @@ def test_muon_equals_torch_muon_without_its_bf16(monkeypatch, scale: str, adjust
     left = run(MuonAdamW(ours.items(), inner), ours, range(20))
     right = run(torch_muon(theirs, adjust), theirs, range(20))
     for name in names:
-        assert torch.allclose(left[name], right[name], atol=5e-6), name  # measured 1e-6 after 20 steps
+        assert torch.allclose(left[name], right[name], atol=5e-6), name  # measured 4e-7 after 20 steps
 
 
 def test_muon_equals_torch_muon_up_to_its_bf16(monkeypatch) -> None:
@@ -205,7 +206,7 @@ def test_muon_equals_torch_muon_up_to_its_bf16(monkeypatch) -> None:
     right = run(torch_muon(theirs, "match_rms_adamw"), theirs, range(1))
     for name in MATRICES:
         a, b = left[name] - start[name].detach(), right[name] - start[name].detach()
-        assert float((a * b).sum() / a.norm() / b.norm()) > 0.9995  # measured 0.99997
+        assert float((a * b).sum() / a.norm() / b.norm()) > 0.9995  # measured 0.9999
         assert abs(float(a.norm() / b.norm()) - 1) < 0.01  # measured 0.004
 
 
@@ -250,7 +251,7 @@ def test_resume_is_bit_equal(optimizer: str, flat: bool) -> None:
     if flat:
         resumed.load_state_tensors({key: value.clone() for key, value in straight.state_tensors().items()})
     else:
-        resumed.load_state_dict(straight.state_dict())
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))  # torch hands over the tensors themselves
     left, right = run(straight, params, range(5, 9)), run(resumed, again, range(5, 9))
     assert all(torch.equal(left[name], right[name]) for name in SHAPES)
 
@@ -288,7 +289,7 @@ def test_clip_gradients() -> None:
     for max_norm, scale in ((0.0, 1.0), (26.0, 1.0), (6.5, 0.5)):
         a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])
         assert clip_gradients([a, b], max_norm) == 13.0
-        assert torch.allclose(a.grad, scale * torch.tensor([3.0, 4.0])) and torch.allclose(b.grad, scale * torch.tensor(12.0))
+        assert a.grad.tolist() == pytest.approx([3 * scale, 4 * scale]) and b.grad.item() == pytest.approx(12 * scale)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -1,0 +1,3 @@
+import rich_click as click
+@click.command("demo")
+def command() -> None: ...

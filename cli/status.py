@@ -1,0 +1,80 @@
+"""`p2p-muloco status`: look, touch nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+from rich.table import Table
+
+from p2p_muloco.cli.view import console
+from p2p_muloco.config import JoinString, check_address
+from p2p_muloco.identity import peer_name
+
+if TYPE_CHECKING:
+    from p2p_muloco.reports import Report
+
+LOOK_S = 4.0  # the DHT may need a second look before all shards answer
+
+
+@click.command("status")
+@click.argument("join", metavar="JOIN_STRING")
+@click.option("--initial-peer", "initial_peers", multiple=True, metavar="ADDR", help="Address of any running peer.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+def command(join: str, initial_peers: tuple[str, ...], as_json: bool) -> None:
+    """Show who trains, how far they are and how fast. Read-only: needs no account and joins nothing."""
+    import uvloop
+
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+    parsed = JoinString.parse(join)
+    addresses = [*map(check_address, initial_peers), *parsed.addresses]
+    reports = sorted(uvloop.run(_look(parsed, addresses)).values(), key=lambda report: (report.name, report.peer))
+    if as_json:
+        click.echo(json.dumps({"run_id": parsed.run_id, "round": max((r.k for r in reports), default=0),
+                               "peers": [_row(report) for report in reports]}, indent=2))  # fmt: skip
+    else:
+        _show(parsed.run_id, reports)
+
+
+async def _look(join: JoinString, addresses: list[str]) -> dict[bytes, Report]:
+    from p2p_muloco.swarm import Node, reachable_addresses
+
+    good = await reachable_addresses(addresses)
+    with tempfile.TemporaryDirectory() as folder:
+        node = await Node.start(Path(folder) / "identity.key", join.run_id, ("/ip4/127.0.0.1/tcp/0",), good, dht_client=True)
+        try:
+            until, found = time.monotonic() + LOOK_S, await node.reports()
+            while not found and time.monotonic() < until:
+                await asyncio.sleep(0.5)
+                found = await node.reports()
+            return found
+        finally:
+            await node.stop()
+
+
+def _row(report: Report) -> dict[str, Any]:
+    return {
+        "name": report.name, "peer_id": peer_name(report.peer), "round": report.k, "inner_steps": report.inner_steps,
+        "tokens_total": report.tokens_total, "tokens_per_s": round(report.tokens_per_s, 1),
+        "loss": report.loss or None, "digest": report.head.hex(), "device": report.device, "version": report.version,
+        "age_s": max(0, int(time.time()) - report.at_s),
+    }  # fmt: skip
+
+
+def _show(run_id: str, reports: list[Report]) -> None:
+    table = Table(title=f"{run_id}: {len(reports)} peers, round {max((r.k for r in reports), default=0)}")
+    for heading in ("name", "peer", "round", "steps", "tokens/s", "held-out", "head", "device", "seen"):
+        table.add_column(heading)
+    for r in reports:
+        table.add_row(r.name, "..." + peer_name(r.peer)[-6:], str(r.k), str(r.inner_steps), f"{r.tokens_per_s:.0f}",
+                      f"{r.loss:.3f}" if r.loss else "-", r.head.hex()[:12], r.device,
+                      f"{max(0, int(time.time()) - r.at_s)} s ago")  # fmt: skip
+    console().print(table)
+    if not reports:
+        console().print("nobody has reported in the last two minutes; the run may be waiting for its first peers")

@@ -1,0 +1,383 @@
+"""The hivemind edge, upper half: `HivemindExchange` for the trainer, and the network process behind it.
+
+    trainer process                         network process (forked before any tensor work)
+    HivemindExchange  <--- socket pair ---> Member (the protocol), Node (p2pd, DHT, streams)
+
+The network never waits for an inner step, and training never waits for the network. If the trainer dies in any way, its
+end of the pair closes and the network process stops its daemon and ends; if that process dies, the trainer stops the
+daemon. It is the leader of a session of its own, so a Ctrl-C in the terminal reaches the trainer alone.
+
+Packets and entries cross the pair as bytes: milliseconds for 5 MB. Shared memory would save that and would need a /dev/shm of
+two packets, of which containers by default have 64 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import uvloop
+
+from p2p_muloco.chain import NODE, Law, Tip
+from p2p_muloco.config import RunConfig
+from p2p_muloco.errors import MulocoError, NetworkError, StateUnavailable
+from p2p_muloco.exchange import Outcome, Traffic
+from p2p_muloco.member import Committed, Member
+from p2p_muloco.messages import FRAME_BYTES
+from p2p_muloco.packet import Packet
+from p2p_muloco.reports import Report, report_period_s
+from p2p_muloco.snapshot import Store, WantEntry, serve
+from p2p_muloco.swarm import Node, reachable_addresses
+from p2p_muloco.wire import Record
+
+__all__ = ["HivemindExchange", "NetworkOptions"]
+
+log = logging.getLogger(__name__)
+
+START_S = 60.0  # for daemon and DHT to start; an unreachable address is named after 4 s
+SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train with
+ISLANDS_S = 60.0  # between two questions to a random peer outside the group
+RECENT_ENTRIES = 8  # served from memory until the trainer has written them
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Where and as whom to enter the network."""
+
+    identity_path: Path
+    run_id: str
+    listen: tuple[str, ...]
+    initial_peers: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    upload_kbps: int = 20_000
+
+
+class HivemindExchange:
+    """The trainer's side. `start` forks the network process; `open` tells it the run; `close` ends it."""
+
+    def __init__(self, connection: Connection, process: multiprocessing.process.BaseProcess) -> None:
+        self._connection, self._process = connection, process
+        self._outcomes: collections.deque[Outcome] = collections.deque()
+        self._answers: dict[int, tuple[bytes | None, str]] = {}
+        self._numbers = itertools.count()
+        self._waiting_for = ""
+        self._daemons: list[psutil.Process] = []
+        self.traffic = Traffic()
+        self.reports: dict[bytes, Report] = {}
+        self.peer_id, self.addresses = b"", []  # type: tuple[bytes, list[str]]
+
+    @classmethod
+    def start(cls, options: NetworkOptions) -> HivemindExchange:
+        """Fork, enter the DHT, and return when this peer can be reached; raise NetworkError with the cause."""
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_network_process, args=(ours, theirs, options), name="p2p-muloco-network")
+        process.start()
+        theirs.close()
+        exchange = cls(ours, process)
+        try:
+            if not ours.poll(START_S):
+                raise NetworkError(f"the network did not start within {START_S:.0f} s; is this machine overloaded?")
+            kind, *values = ours.recv()
+            if kind == "failed":
+                raise NetworkError(values[0])
+        except (EOFError, NetworkError) as error:
+            exchange.close()
+            raise error if isinstance(error, NetworkError) else NetworkError("the network process ended") from None
+        exchange.peer_id, exchange.addresses = values
+        assert process.pid is not None
+        exchange._daemons = psutil.Process(process.pid).children(recursive=True)
+        return exchange
+
+    def open(self, law: Law, tip: Tip, store_home: Path, rate_kbps: int) -> None:
+        """Take part in the run's exchanges from `tip` on."""
+        self._send("open", law.config.to_bytes(), tip, store_home, rate_kbps)
+
+    def close(self) -> None:
+        """Stop the network process and its daemon, whatever state they are in."""
+        with contextlib.suppress(OSError, NetworkError):
+            self._connection.send(("stop",))
+        self._process.join(5.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        for daemon in self._daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                daemon.kill()
+        self._connection.close()
+
+    # -- Exchange
+
+    def begin(self, packet: Packet) -> None:
+        self._send("begin", packet)
+
+    def poll(self) -> Outcome | None:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        until = time.monotonic() + timeout_s
+        while not self._outcomes and self._receive(max(0.0, until - time.monotonic())):
+            pass
+        return self._outcomes.popleft() if self._outcomes else None
+
+    def adopt(self, tip: Tip) -> None:
+        self._send("adopt", tip)
+
+    def distrust(self, peer: bytes) -> None:
+        self._send("distrust", peer)
+
+    def fetch(self, donor: bytes, request: Record, max_bytes: int = 2**34) -> bytes:
+        number = next(self._numbers)
+        self._send("fetch", number, donor, request, max_bytes)
+        while number not in self._answers:
+            if not self._receive(120.0):
+                raise StateUnavailable("the network process does not answer")
+        answer, trouble = self._answers.pop(number)
+        if answer is None:
+            raise StateUnavailable(trouble)
+        return answer
+
+    def waiting_for(self) -> str:
+        return self._waiting_for
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def report(self, report: Report) -> None:
+        """Publish what people may know of this peer, now and then again until the next one."""
+        self._send("report", report)
+
+    # -- the pair
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise NetworkError("the network process ended; start this peer again, its state is on disk") from None
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take one message in; False if none came in time."""
+        try:
+            if not self._connection.poll(timeout_s):
+                return False
+            kind, *values = self._connection.recv()
+        except (EOFError, OSError):
+            raise NetworkError("the network process ended; start this peer again, its state is on disk") from None
+        if kind == "outcome":
+            outcome, self.traffic.sent, self.traffic.received = values
+            self._outcomes.append(outcome)
+        elif kind == "fetched":
+            self._answers[values[0]] = (values[1], values[2])
+        elif kind == "status":
+            self._waiting_for, self.addresses, self.reports = values
+        return True
+
+
+def _network_process(ours: Connection, theirs: Connection, options: NetworkOptions) -> None:
+    """Entry point of the forked process."""
+    ours.close()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_Hive(theirs, options).run())
+
+
+class _Hive:
+    """The loop of the network process: frames, timers and the trainer's commands drive one `Member`."""
+
+    def __init__(self, connection: Connection, options: NetworkOptions) -> None:
+        self.connection, self.options = connection, options
+        self.node: Node
+        self.member: Member | None = None
+        self.store: Store | None = None
+        self.report: Report | None = None
+        self.reports: dict[bytes, Report] = {}
+        self.recent: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+        self._sender = concurrent.futures.ThreadPoolExecutor(1)  # a busy trainer must not block the loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stopped.set)
+        try:
+            await self._enter_network()
+        except MulocoError as error:
+            self.connection.send(("failed", str(error)))
+            return
+        threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
+        self._spawn(self._look_around())
+        self._spawn(self._tell_status())
+        self._spawn(self._meet_islands())
+        await self._stopped.wait()
+        for task in self._tasks:
+            task.cancel()
+        await self.node.stop()
+        self._sender.shutdown(wait=False, cancel_futures=True)
+
+    async def _enter_network(self) -> None:
+        o = self.options
+        good = await reachable_addresses(o.initial_peers)
+        self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce)
+        self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
+        self.connection.send(("ready", self.node.identity.peer_id, await self.node.addresses()))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- what drives the member
+
+    def _on_message(self, sender: bytes, record: Record) -> None:
+        if self.member is not None:
+            self.member.deliver(sender, record, time.monotonic())
+            self._flush()
+
+    def _on_gone(self, peer: bytes) -> None:
+        if self.member is not None:
+            self.member.gone(peer, time.monotonic())
+            self._flush()
+
+    def _on_timer(self) -> None:
+        if self.member is not None:
+            self.member.on_time(time.monotonic())
+            self._flush()
+
+    def _flush(self) -> None:
+        member = self.member
+        assert member is not None
+        outbox, member.outbox = member.outbox, []
+        for peer, record in outbox:
+            self.node.send(peer, record)
+        outcomes, member.outcomes = member.outcomes, []
+        for outcome in outcomes:
+            if isinstance(outcome, Committed):
+                self.recent[outcome.checked.k] = outcome.checked.entry.pack()
+                while len(self.recent) > RECENT_ENTRIES:
+                    self.recent.popitem(last=False)
+            self._tell("outcome", outcome, self.node.bytes_sent, self.node.bytes_received)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if member.wake_at is not None:
+            delay_s = max(0.0, member.wake_at - time.monotonic()) + 0.001
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _serve(self, request: Record) -> bytes:
+        if self.store is None:
+            return b""
+        answer = serve(self.store, request, self.store.config_bytes)
+        return answer or (self.recent.get(request.k, b"") if isinstance(request, WantEntry) else b"")
+
+    # -- the trainer's commands
+
+    def _tell(self, *message: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the process is ending
+            self._sender.submit(self._send_quietly, message)
+
+    def _send_quietly(self, message: Any) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own: the pair's blocking reads, handed to the loop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            try:
+                while True:
+                    loop.call_soon_threadsafe(self._command, *self.connection.recv())
+            except (EOFError, OSError):  # the trainer is gone, however it went
+                loop.call_soon_threadsafe(self._stopped.set)
+
+    def _command(self, kind: str, *values: Any) -> None:
+        now = time.monotonic()
+        match kind:
+            case "stop":
+                self._stopped.set()
+            case "open":
+                self._open(*values)
+            case "begin" if self.member is not None:
+                self.member.begin(values[0], now)
+                self._flush()
+            case "adopt" if self.member is not None:
+                self.member.adopt(values[0])
+                self._flush()
+            case "distrust" if self.member is not None:
+                self.member.distrust(values[0])
+            case "fetch":
+                self._spawn(self._fetch(*values))
+            case "report":
+                self.report = values[0]
+                self._spawn(self._publish())
+
+    def _open(self, config_bytes: bytes, tip: Tip, home: Path, rate_kbps: int) -> None:
+        law = Law.of(RunConfig.from_bytes(config_bytes))
+        self.store = Store(home, law.layout, config_bytes)
+        largest = max(b - a for a, b in itertools.pairwise(law.layout.up_offsets))
+        self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
+        self.member = Member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
+        self.member.set_roster(self.reports, time.monotonic())
+        self._flush()
+
+    async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:
+        try:
+            self._tell("fetched", number, await self.node.fetch(donor, request, max_bytes), "")
+        except StateUnavailable as error:
+            self._tell("fetched", number, None, str(error))
+
+    # -- what goes on by itself
+
+    async def _look_around(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # the DHT may be in trouble; the chain does not depend on it
+                self.reports = await self.node.reports()
+                if self.member is not None:
+                    self.member.set_roster(self.reports, time.monotonic())
+                    self._flush()
+            searching = self.member is None or self.member.tip.k == 0 or len(self.reports) < 2
+            await asyncio.sleep(SEARCH_S if searching else report_period_s(len(self.reports)))
+
+    async def _publish(self) -> None:
+        """This report, and again before it expires, until there is a newer one."""
+        report = self.report
+        while report is not None and report is self.report:
+            with contextlib.suppress(Exception):
+                await self.node.publish(report, len(self.reports))
+            await asyncio.sleep(2 * report_period_s(len(self.reports)))
+
+    async def _tell_status(self) -> None:
+        while True:
+            addresses: Sequence[str] = await self.node.addresses()
+            waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
+            self._tell("status", waiting, list(addresses), dict(self.reports))
+            await asyncio.sleep(1.0)
+
+    async def _meet_islands(self) -> None:
+        while True:
+            await asyncio.sleep(ISLANDS_S * random.uniform(0.5, 1.5))
+            if self.member is not None:
+                outside = sorted(self.member.roster - set(self.member.tip.members))
+                if outside:
+                    self.member.ask(random.choice(outside))
+                    self._flush()

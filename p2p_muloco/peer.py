@@ -1,0 +1,196 @@
+"""One volunteer from the join string to the saved model: builds the parts and wires them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from p2p_muloco import __version__
+from p2p_muloco.chain import Law
+from p2p_muloco.config import JoinString, PeerConfig, RunConfig
+from p2p_muloco.data import Stream, heldout_windows, load_corpus
+from p2p_muloco.errors import ConfigError, NetworkError, StateUnavailable
+from p2p_muloco.exchange import Behind
+from p2p_muloco.hive import HivemindExchange, NetworkOptions
+from p2p_muloco.identity import Identity, parse_peer_id
+from p2p_muloco.metrics import JsonLines
+from p2p_muloco.model import GPT
+from p2p_muloco.reports import Report
+from p2p_muloco.snapshot import Store, WantRun, write_atomically
+from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
+
+__all__ = ["Peer", "PeerNetwork", "choose_device"]
+
+HELDOUT_WINDOWS = 16  # evaluated after each entry
+SEARCH_S = 6.0  # for reports of others when this peer is new: longer than the longest time between two of theirs
+LINGER_S = 15.0  # at the end, for members that still need the last entry
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PeerNetwork:
+    """How a volunteer enters the network."""
+
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] = ()
+    upload_mbit: float = 20.0
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called 'cpu', 'cuda' or 'mps', or the best there is for 'auto'; ConfigError if it isn't there."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if there[kind]))
+    if not there.get(name):
+        present = ", ".join(kind for kind, is_there in there.items() if is_there)
+        raise ConfigError(f"--device {name}: PyTorch finds none here; present: {present}; 'auto' takes the best")
+    return torch.device(name)
+
+
+class Peer:
+    """Everything one volunteer consists of. Build it with `join`, then `catch_up`, `train`, `finish`, `close`."""
+
+    def __init__(self, join: JoinString, peer: PeerConfig, network: PeerNetwork, say: Say) -> None:
+        self.config, self._network, self._say = peer, network, say
+        self.device = choose_device(peer.device)  # before anything is started that would have to be stopped
+        self.exchange = self._enter(join)
+        try:
+            self.law = Law.of(self._run_config(join))
+            self._build()
+        except BaseException:
+            self.exchange.close()
+            raise
+
+    def _enter(self, join: JoinString) -> HivemindExchange:
+        met = self.config.home / "known_peers.json"
+        known = json.loads(met.read_text()) if met.exists() else []
+        addresses = tuple(dict.fromkeys((*self._network.initial_peers, *join.addresses, *known)))
+        self._say(f"entering the network of run {join.run_id} through {len(addresses)} known address(es)")
+        options = NetworkOptions(
+            identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
+            initial_peers=addresses, announce=self._network.announce, upload_kbps=round(self._network.upload_mbit * 1000),
+        )  # fmt: skip
+        Identity.load_or_create(options.identity_path)
+        self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in addresses]
+        return HivemindExchange.start(options)
+
+    def _run_config(self, join: JoinString) -> RunConfig:
+        """The run's law, from this folder or from whoever serves the bytes that hash to what the join string says."""
+        cached = self.config.home / "run.msgpack"
+        if cached.exists():
+            config = RunConfig.from_bytes(cached.read_bytes())
+            if config.hash != join.config_hash:
+                raise ConfigError(f"--home {self.config.home} holds run {config.run_id}, the join string names {join.run_id}; "
+                                  "give each run its own --home")  # fmt: skip
+            return config
+        for donor in self._donors:
+            with contextlib.suppress(StateUnavailable):
+                packed = self.exchange.fetch(donor, WantRun(join.config_hash), 64 * 1024)
+                if packed and RunConfig.from_bytes(packed).hash == join.config_hash:
+                    write_atomically(cached, lambda path, packed=packed: path.write_bytes(packed))  # type: ignore[misc]
+                    return RunConfig.from_bytes(packed)
+        raise NetworkError(f"no peer at the known addresses serves run {join.run_id}; is the join string of another run, or "
+                           "has this one ended? ask its owner for a new one")  # fmt: skip
+
+    def _build(self) -> None:
+        law, peer, config = self.law, self.config, self.law.config
+        if peer.threads:
+            torch.set_num_threads(peer.threads)
+        corpus = load_corpus(config.data, peer.data_path)
+        store = Store(peer.home, law.layout, config.to_bytes())
+        resumed = store.resume(law)
+        state = resumed[0] if resumed else genesis_state(law)
+        if resumed is None:
+            store.pin(state)
+        model = GPT(config.model).to(self.device)
+        stream_id = Identity.load_or_create(peer.home / "identity.key").stream
+        stream = Stream(corpus.train, config.run.seed, stream_id, config.model.seq_len, config.inner.batch_size)
+        inner = InnerLoop(law, model, stream, micro_batch=peer.micro_batch, compiled=peer.compile)
+        self.metrics = JsonLines(peer.home / "metrics.jsonl")
+        self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
+        self.trainer = Trainer(law, state, inner, self.exchange, store, record=self._record, max_rounds=peer.max_rounds,
+                               heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))  # fmt: skip
+        for checked in resumed[1] if resumed else []:
+            self.trainer.commit(checked)
+        inner.cursor = self.trainer.total_steps = self._read_cursor()
+
+    def _read_cursor(self) -> int:
+        """Place in the text; text that a crash left unread twice is better than text read twice."""
+        path = self.config.home / "cursor.json"
+        return int(json.loads(path.read_text())["cursor"]) if path.exists() else 0
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.metrics(record)
+        if record["event"] == "round":
+            cursor = {"cursor": self.trainer.inner.cursor}
+            write_atomically(self.config.home / "cursor.json", lambda path: path.write_text(json.dumps(cursor)))
+            self.publish()
+        self.on_record(record)
+
+    def publish(self) -> None:
+        """Tell the DHT, for people and for who looks for the run."""
+        trainer, tip = self.trainer, self.trainer.state.tip
+        rate = self.law.config.tokens_per_step / trainer.pace_s if trainer.pace_s else 0.0
+        loss = trainer.last_heldout if trainer.last_heldout == trainer.last_heldout else 0.0
+        self.exchange.report(Report(
+            run_id=self.law.config.run_id, peer=self.exchange.peer_id, name=self.config.name[:32], k=tip.k, head=tip.head,
+            inner_steps=trainer.total_steps, tokens_total=trainer.total_steps * self.law.config.tokens_per_step,
+            tokens_per_s=float(rate), loss=min(float(loss), 1e6), device=str(self.device), version=__version__,
+            at_s=int(time.time()),
+        ))  # fmt: skip
+
+    def catch_up(self) -> None:
+        """Take part in the protocol, and stand where the swarm stands before the first step."""
+        trainer = self.trainer
+        self.exchange.open(self.law, trainer.state.tip, self.config.home, round(self._network.upload_mbit * 1000))
+        self.publish()
+        until = time.monotonic() + SEARCH_S
+        while time.monotonic() < until:
+            self.exchange.wait(0.25)
+            ahead = [r for r in self.exchange.reports.values() if r.k > trainer.state.tip.k and r.peer != self.exchange.peer_id]
+            if ahead:
+                best = max(ahead, key=lambda report: report.k)
+                donors = tuple(report.peer for report in ahead if report.head == best.head)
+                self._say(f"the run is at round {best.k}: taking its state from {best.name}")
+                trainer.catch_up(Behind(best.k, best.head, donors))
+            elif self.exchange.reports.keys() - {self.exchange.peer_id}:
+                break
+        self.publish()
+
+    def train(self, on_turn: Callable[[], None]) -> None:
+        self.trainer.run(on_turn)
+
+    def finish(self) -> Path:
+        """Save the model; stay a moment for members that still need the last entry. Return the model's path."""
+        trainer, path = self.trainer, self.config.home / "model.safetensors"
+        write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
+        trainer.store.pin(trainer.state)
+        self.publish()
+        addresses = json.dumps(sorted(set(self._known_addresses())))
+        write_atomically(self.config.home / "known_peers.json", lambda temporary: temporary.write_text(addresses))
+        until = time.monotonic() + LINGER_S
+        while time.monotonic() < until and self._somebody_needs_me():
+            self.exchange.wait(0.25)
+        return path
+
+    def _known_addresses(self) -> list[str]:
+        return [address for address in self._network.initial_peers if address]
+
+    def _somebody_needs_me(self) -> bool:
+        tip, reports = self.trainer.state.tip, self.exchange.reports
+        others = [reports[peer] for peer in tip.members if peer in reports and peer != self.exchange.peer_id]
+        return any(report.k < tip.k for report in others)
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.metrics.close()

@@ -1,0 +1,317 @@
+"""The hivemind edge, lower half: a libp2p daemon, a DHT node and streams of frames. One asyncio loop, no training.
+
+Of hivemind come P2P (the p2pd daemon) and DHTNode; both run in this process's loop, so a peer is two processes and one
+daemon. Every stream has a deadline to open and to move; whoever breaks framing is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgpack
+from hivemind.dht import DHTNode
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon import P2PDaemonError
+
+from p2p_muloco.chain import Signed
+from p2p_muloco.errors import BadPacket, NetworkError, StateUnavailable
+from p2p_muloco.identity import Identity, peer_name
+from p2p_muloco.messages import KINDS, Averaged, Parts
+from p2p_muloco.reports import (
+    MAX_REPORT_BYTES,
+    MAX_TTL_S,
+    Report,
+    pack_report,
+    read_report,
+    read_reports,
+    report_period_s,
+    shard_of,
+    shards,
+)
+from p2p_muloco.snapshot import pack_request, read_request
+from p2p_muloco.wire import Record, read_frame, write_frame
+
+__all__ = ["Node", "check_listen", "reachable_addresses"]
+
+log = logging.getLogger(__name__)
+
+TALK, BULK, FETCH = "/p2p-muloco/1/talk", "/p2p-muloco/1/bulk", "/p2p-muloco/1/fetch"
+OPEN_S = 5.0  # to open a stream, dialling included
+STALL_S = 20.0  # without any progress on a stream that should move
+IDLE_S = 90.0  # after which an unused stream is closed
+MAX_TALK_BYTES = 64 * 1024
+GOODBYE = (0).to_bytes(4, "big")
+SKEW_S = 3.0  # that hivemind tolerates
+
+Deliver = Callable[[bytes, Record], None]
+Gone = Callable[[bytes], None]
+Serve = Callable[[Record], bytes]
+
+
+class ReportsOnly(RecordValidatorBase):
+    """This DHT keeps small signed reports of short life, and nothing else."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) > MAX_REPORT_BYTES + 8 or record.expiration_time > time.time() + MAX_TTL_S + SKEW_S:
+            return False
+        try:
+            report = read_report(msgpack.unpackb(record.value))
+            return bool(msgpack.unpackb(record.subkey) == report.peer)
+        except (BadPacket, ValueError, msgpack.UnpackException):
+            return False
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, ReportsOnly)
+
+
+class _Link:
+    """Frames to one peer over one stream, opened when there is something to say."""
+
+    def __init__(self, node: Node, peer: bytes, protocol: str) -> None:
+        self._node, self._peer, self._protocol = node, peer, protocol
+        self._queue: asyncio.Queue[Record] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    def send(self, record: Record) -> None:
+        self._queue.put_nowait(record)
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            record = await self._queue.get()
+            opening = self._node.p2p.call_binary_stream_handler(PeerID(self._peer), self._protocol)
+            _, reader, writer = await asyncio.wait_for(opening, OPEN_S)
+            broken = asyncio.ensure_future(reader.read(1))
+            while True:
+                await asyncio.wait_for(self._write(writer, record), STALL_S)
+                following = asyncio.ensure_future(self._queue.get())
+                done, _ = await asyncio.wait({following, broken}, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+                if following not in done:
+                    following.cancel()
+                    if broken not in done:
+                        writer.write(GOODBYE)
+                        broken.cancel()
+                        return self._node.unlink(self._peer, self._protocol)
+                    raise ConnectionResetError("the other side closed it")
+                record = following.result()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # p2pd reports every trouble with its own kind of exception
+            log.debug("stream to %s broke: %r", peer_name(self._peer), error)
+            self._node.unlink(self._peer, self._protocol)
+            self._node.on_gone(self._peer)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _write(self, writer: asyncio.StreamWriter, record: Record) -> None:
+        head, data = write_frame(record)
+        size = len(head) + len(data)
+        writer.write((size).to_bytes(4, "big") + head)
+        if data:
+            writer.write(data)
+        self._node.bytes_sent += size
+        await writer.drain()
+
+
+class Node:
+    """A peer's place in the network. `on_message` and `on_gone` are called from the loop; `serve` answers fetches."""
+
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str) -> None:
+        self.p2p, self.dht, self.identity, self.run_id = p2p, dht, identity, run_id
+        self.on_message: Deliver = lambda sender, record: None
+        self.on_gone: Gone = lambda peer: None
+        self.serve: Serve = lambda request: b""
+        self.max_frame_bytes = MAX_TALK_BYTES
+        self.bytes_sent = self.bytes_received = 0
+        self._links: dict[tuple[bytes, str], _Link] = {}
+
+    @classmethod
+    async def start(cls, identity_path: Path, run_id: str, listen: Sequence[str], initial_peers: Sequence[str] = (), *,
+                    announce: Sequence[str] = (), dht_client: bool = False) -> Node:  # fmt: skip
+        """Start the daemon and enter the DHT; raise NetworkError that names the address or port that failed."""
+        identity = Identity.load_or_create(identity_path)
+        public = not all("127.0.0.1" in address for address in listen)
+        try:
+            p2p = await P2P.create(
+                initial_peers=list(initial_peers) or None, host_maddrs=list(listen), announce_maddrs=list(announce) or None,
+                identity_path=str(identity_path), check_if_identity_free=False, dht_mode="client" if dht_client else "server",
+                nat_port_map=public, auto_nat=public, startup_timeout=30,
+            )  # fmt: skip
+        except P2PDaemonError as error:
+            raise NetworkError(f"the network daemon did not start: {error}") from None
+        assert p2p.peer_id.to_bytes() == identity.peer_id
+        try:
+            dht = await DHTNode.create(
+                p2p=p2p, initial_peers=list(initial_peers) or None, client_mode=dht_client, strict=False,
+                record_validator=ReportsOnly(), wait_timeout=5.0,
+            )  # fmt: skip
+        except Exception as error:
+            await p2p.shutdown()
+            raise NetworkError(f"no DHT answered at {', '.join(initial_peers)}: {error}") from None
+        node = cls(p2p, dht, identity, run_id)
+        for protocol, handler in ((TALK, node._hear), (BULK, node._hear), (FETCH, node._answer)):
+            await p2p.add_binary_stream_handler(protocol, handler)
+        return node
+
+    async def stop(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.dht.shutdown(), 3.0)
+        await self.p2p.shutdown()
+
+    async def addresses(self) -> list[str]:
+        """Own multiaddrs, those that others can use first."""
+        return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+
+    # -- frames
+
+    def send(self, peer: bytes, record: Record) -> None:
+        protocol = BULK if isinstance(record, Parts | Averaged) else TALK
+        link = self._links.get((peer, protocol))
+        if link is None:
+            link = self._links[peer, protocol] = _Link(self, peer, protocol)
+        link.send(record)
+
+    def unlink(self, peer: bytes, protocol: str) -> None:
+        self._links.pop((peer, protocol), None)
+
+    async def _hear(self, info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = info.peer_id.to_bytes()  # type: ignore[attr-defined]
+        try:
+            while (size := int.from_bytes(await reader.readexactly(4), "big")) > 0:
+                if size > self.max_frame_bytes:
+                    raise BadPacket(f"a frame of {size} bytes")
+                frame = await asyncio.wait_for(reader.readexactly(size), STALL_S)
+                self.bytes_received += size
+                self.on_message(peer, read_frame(frame, KINDS))
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, BadPacket) as error:
+            log.debug("stream from %s broke: %r", peer_name(peer), error)
+            self.on_gone(peer)
+        finally:
+            writer.close()
+
+    # -- stored bytes
+
+    async def _answer(self, info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            size = int.from_bytes(await asyncio.wait_for(reader.readexactly(4), OPEN_S), "big")
+            if size > 1024:
+                return
+            request = read_request(await asyncio.wait_for(reader.readexactly(size), OPEN_S))
+            answer = await asyncio.get_running_loop().run_in_executor(None, self.serve, request)
+            writer.write(len(answer).to_bytes(8, "big"))
+            for at in range(0, len(answer), 2**18):
+                writer.write(memoryview(answer)[at : at + 2**18])
+                await asyncio.wait_for(writer.drain(), STALL_S)
+            self.bytes_sent += len(answer)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, BadPacket) as error:
+            log.debug("a fetch was not answered: %r", error)
+        finally:
+            writer.close()
+
+    async def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
+        """Ask a peer for stored bytes; raise StateUnavailable with the reason."""
+        try:
+            opening = self.p2p.call_binary_stream_handler(PeerID(donor), FETCH)
+            _, reader, writer = await asyncio.wait_for(opening, OPEN_S)
+        except Exception as error:
+            raise StateUnavailable(f"{peer_name(donor)} can't be reached: {error!r}") from None
+        try:
+            packed = pack_request(request)
+            writer.write(len(packed).to_bytes(4, "big") + packed)
+            size = int.from_bytes(await asyncio.wait_for(reader.readexactly(8), STALL_S), "big")
+            if size > max_bytes:
+                raise StateUnavailable(f"{peer_name(donor)} answers with {size} bytes; at most {max_bytes} are read")
+            answer = bytearray()
+            while len(answer) < size:
+                chunk = await asyncio.wait_for(reader.read(min(2**20, size - len(answer))), STALL_S)
+                if not chunk:
+                    raise StateUnavailable(f"{peer_name(donor)} stopped after {len(answer)} of {size} bytes")
+                answer += chunk
+            self.bytes_received += size
+            return bytes(answer)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            raise StateUnavailable(f"{peer_name(donor)} stopped answering: {error!r}") from None
+        finally:
+            writer.close()
+
+    # -- reports
+
+    async def publish(self, report: Report, n_peers: int) -> None:
+        packed = pack_report(Signed.make(report, self.identity))
+        expires_at = time.time() + min(MAX_TTL_S, max(20.0, 4 * report_period_s(n_peers)))
+        await self.dht.store(shard_of(self.run_id, report.peer), packed, expires_at, subkey=report.peer)
+
+    async def reports(self) -> dict[bytes, Report]:
+        """The reports that the DHT holds now, by peer."""
+        found: dict[bytes, Report] = {}
+        shard_values = await self.dht.get_many(shards(self.run_id), sufficient_expiration_time=float("inf"))
+        for value in shard_values.values():
+            if value is not None and isinstance(value.value, dict):
+                records = {subkey: item.value for subkey, item in value.value.items()}
+                found |= read_reports(records, self.run_id)
+        return found
+
+    async def known_addresses(self) -> list[str]:
+        """Multiaddrs of peers this one is connected to, to meet them again after a restart."""
+        peers = await self.p2p.list_peers()
+        return [f"{addr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for addr in peer.addrs]
+
+
+def check_listen(text: str) -> str:
+    """The multiaddr of HOST:PORT; raise NetworkError if the port is taken or the host is not this machine's."""
+    host, colon, port_text = text.rpartition(":")
+    try:
+        port = int(port_text)
+        version = ipaddress.ip_address(host).version
+        if not colon or not 0 <= port <= 65535:
+            raise ValueError
+    except ValueError:
+        raise NetworkError(f"--listen {text!r}: must be HOST:PORT with an IP address, such as 0.0.0.0:31337") from None
+    with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise NetworkError(f"--listen {text}: {error.strerror}; stop what uses it, or take another, such as "
+                               f"{host}:{port + 1 if port < 65535 else 31337}") from None  # fmt: skip
+    return f"/ip{version}/{host}/tcp/{port}"
+
+
+async def reachable_addresses(addresses: Iterable[str], timeout_s: float = 4.0) -> list[str]:
+    """Those multiaddrs whose TCP port answers; raise NetworkError that says of each why it doesn't."""
+
+    async def probe(address: str) -> tuple[str, str]:
+        _, _, host, _, port, *_ = address.split("/")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
+            writer.close()
+            return address, ""
+        except TimeoutError:
+            return address, f"{host}:{port} did not answer in {timeout_s:.0f} s"
+        except OSError as error:
+            return address, f"{host}:{port}: {error.strerror or error}"
+
+    results = await asyncio.gather(*map(probe, dict.fromkeys(addresses)))
+    good = [address for address, trouble in results if not trouble]
+    if results and not good:
+        tried = "; ".join(trouble for _, trouble in results)
+        raise NetworkError(f"no peer of the run can be reached ({tried}); check your connection, or ask for a newer join "
+                           "string, or give a running peer's address with --initial-peer")  # fmt: skip
+    return good
+
+

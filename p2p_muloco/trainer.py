@@ -1,0 +1,402 @@
+"""The loop of one peer: inner steps, and every so often an outer step that the whole swarm takes alike.
+
+    theta   live weights (the model's parameters, on its device)
+    anchor  the weights all peers agree on, and momentum of the outer step: flat fp32 CPU vectors, `State`
+    e       error-feedback residual: what earlier packets could not say
+    x       (anchor - theta_begin) + beta e, what this peer has to say for the next entry
+
+Commit or nothing: a failed exchange leaves everything as it was and training goes on. Counted exactly once: progress
+made after `theta_begin` is kept on top of the new anchor; a packet that was counted nowhere stays in theta as progress.
+Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin while an exchange runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from p2p_muloco.chain import Checked, Law, advance, merged_update
+from p2p_muloco.data import Stream
+from p2p_muloco.errors import BadPacket, StateUnavailable
+from p2p_muloco.exchange import Behind, Committed, Exchange, Failed, Outcome
+from p2p_muloco.metrics import RecordSink
+from p2p_muloco.model import GPT, initial_weights
+from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
+from p2p_muloco.outer import eta_mu, outer_step
+from p2p_muloco.packet import Layout, Packet
+from p2p_muloco.snapshot import State, Store, fetch_entry, fetch_state
+
+__all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
+
+log = logging.getLogger(__name__)
+
+SKIPS_BEFORE_ROLLBACK = 10  # inner steps in a row without a finite gradient
+SLOWED = 0.1  # lr factor of a peer that has 4H uncommitted steps: it must not run away from the swarm
+PACE_MEMORY = 0.9
+
+
+def genesis_state(law: Law) -> State:
+    """Entry 0: a pure function of the law."""
+    weights = initial_weights(law.config.model, law.config.run.seed)
+    anchor = torch.cat([weights[name].reshape(-1) for name in law.layout.names])
+    return State(law.genesis, anchor, torch.zeros_like(anchor))
+
+
+def flat_weights(model: GPT) -> Tensor:
+    """All weights as one fp32 CPU vector, in the model's order."""
+    return torch.cat([p.detach().reshape(-1).float().cpu() for p in model.parameters()])
+
+
+@torch.no_grad()
+def load_flat(model: GPT, layout: Layout, flat: Tensor) -> None:
+    for parameter, (_, shape, place) in zip(model.parameters(), layout.tensor_slices(), strict=True):
+        parameter.copy_(flat[place].view(shape))
+
+
+@torch.no_grad()
+def heldout_loss(model: GPT, windows: Tensor, batch_size: int) -> float:
+    """Mean cross entropy in nats of windows (n, T + 1), `batch_size` at once."""
+    device = next(model.parameters()).device
+    losses = [float(model.loss(part.to(device))) * len(part) for part in windows.split(batch_size)]
+    return sum(losses) / len(windows)
+
+
+class InnerLoop:
+    """Model, inner optimizer and place in the text: takes single inner steps, knows nothing of peers."""
+
+    def __init__(self, law: Law, model: GPT, stream: Stream, *, micro_batch: int | None = None,
+                 compiled: bool = False) -> None:  # fmt: skip
+        self.law, self.model, self.stream = law, model, stream
+        self.optimizer = MuonAdamW(model.named_parameters(), law.config.inner)
+        self.device = next(model.parameters()).device
+        self.micro_batch = micro_batch or law.config.inner.batch_size
+        self.cursor = 0
+        self.fresh_steps = 0  # since the optimizer's state was zero
+        self.skipped_in_row = 0
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(model.loss) if compiled else model.loss
+
+    def step(self, lr: float) -> float:
+        """One optimizer step on the run's tokens a step; return the loss, NaN if the step was skipped."""
+        tokens = self.stream.batch(self.cursor).to(self.device)
+        self.cursor += 1
+        loss = self._gradients(tokens)
+        norm = clip_gradients(self.model.parameters(), self.law.config.inner.clip_norm)
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.skipped_in_row += 1
+            return math.nan
+        self.optimizer.set_lr(lr * fresh_factor(self.fresh_steps))
+        self.optimizer.step()
+        self.fresh_steps += 1
+        self.skipped_in_row = 0
+        return loss
+
+    def _gradients(self, tokens: Tensor) -> float:
+        """Accumulate over micro-batches; a smaller one is taken for good where the accelerator's memory ends."""
+        while True:
+            try:
+                self.optimizer.zero_grad(set_to_none=True)
+                total = 0.0
+                for part in tokens.split(self.micro_batch):
+                    with self._precision():
+                        loss = self._loss(part) * (len(part) / len(tokens))
+                    loss.backward()
+                    total += float(loss.detach())
+                return total
+            except torch.OutOfMemoryError:
+                if self.micro_batch == 1:
+                    raise
+                self.micro_batch //= 2
+                log.warning("the device's memory is full: %d sequences at once from now on", self.micro_batch)
+
+    def _precision(self) -> Any:
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+    def restart(self) -> None:
+        """Forget the optimizer's state, after its weights went wrong."""
+        self.optimizer = MuonAdamW(self.model.named_parameters(), self.law.config.inner)
+        self.fresh_steps = self.skipped_in_row = 0
+
+
+@dataclass
+class _Round:
+    """A packet whose fate is not known yet."""
+
+    packet: Packet
+    theta_begin: Tensor
+    begun_at: float
+    retry_at: float | None = None  # None while an attempt runs
+
+
+class Trainer:
+    """One peer. The constructor takes finished objects; `run` loops over `advance` until the run or the peer ends."""
+
+    def __init__(self, law: Law, state: State, inner: InnerLoop, exchange: Exchange, store: Store, *,
+                 heldout: Tensor | None = None, record: RecordSink = lambda record: None,
+                 max_rounds: int | None = None) -> None:  # fmt: skip
+        self.law, self.state, self.inner, self.exchange, self.store = law, state, inner, exchange, store
+        self.heldout, self.record, self.max_rounds = heldout, record, max_rounds
+        self.residual = torch.zeros_like(state.anchor)
+        self.digest = state.digest
+        self.steps = 0  # inner steps since theta_begin, or since the anchor where no packet is out
+        self.total_steps = self.rounds = 0
+        self.pace_s = 0.0  # running mean of an inner step's seconds
+        self.losses: list[float] = []
+        self.last_heldout = math.nan
+        self._round: _Round | None = None
+        self._anchored_at = exchange.now()
+        self._traffic = (0, 0)
+        self._stopping = False
+        load_flat(inner.model, law.layout, state.anchor)
+
+    # -- the loop
+
+    def run(self, on_turn: Callable[[], None] = lambda: None) -> None:
+        """Train until the token budget, `max_rounds` or `stop`; `on_turn` is called between any two things done."""
+        while not self.finished:
+            on_turn()
+            if not self.advance():
+                outcome = self.exchange.wait(0.2)
+                if outcome is not None:
+                    self.on_outcome(outcome)
+
+    def stop(self) -> None:
+        """Leave as soon as the packet that is out has met its fate."""
+        self._stopping = True
+
+    @property
+    def finished(self) -> bool:
+        if self.ended:
+            return True
+        rounds_done = self.max_rounds is not None and self.rounds >= self.max_rounds
+        return (rounds_done or self._stopping) and (self._round is None or self._round.retry_at is not None)
+
+    @property
+    def ended(self) -> bool:
+        """The run's token budget is spent."""
+        return self.state.tip.tokens >= self.law.config.run.token_budget
+
+    def advance(self) -> bool:
+        """Do one thing: hear an outcome, begin a round, or take an inner step. False if there is nothing to do."""
+        outcome = self.exchange.poll()
+        if outcome is not None:
+            self.on_outcome(outcome)
+        elif self._should_begin():
+            self._begin()
+        elif self._may_step():
+            self._inner_step()
+        else:
+            return False
+        return True
+
+    # -- inner steps
+
+    def _may_step(self) -> bool:
+        run = self.law.config.run
+        waits_for_exchange = self._round is not None and run.overlap == "off"
+        exact = run.clock == "steps" and self.steps >= run.inner_steps
+        return not (waits_for_exchange or exact or self._stopping)
+
+    def _inner_step(self) -> None:
+        started_at = self.exchange.now()
+        loss = self.inner.step(self._lr())
+        self.steps += 1
+        self.total_steps += 1
+        self._measure(self.exchange.now() - started_at)
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        elif self.inner.skipped_in_row >= SKIPS_BEFORE_ROLLBACK:
+            self._roll_back("no finite gradient in 10 steps")
+
+    def _measure(self, seconds: float) -> None:
+        self.pace_s = seconds if not self.pace_s else PACE_MEMORY * self.pace_s + (1 - PACE_MEMORY) * seconds
+
+    def _lr(self) -> float:
+        run, tip = self.law.config.run, self.state.tip
+        last = tip.last_tokens or run.inner_steps * self.law.config.tokens_per_step * run.min_peers
+        progress = schedule_progress(tip.tokens, last, self.steps, run.inner_steps, run.token_budget)
+        uncommitted = self.steps + (self._round.packet.inner_steps if self._round else 0)
+        return learning_rate(self.law.config.inner, progress) * (SLOWED if uncommitted >= self.law.max_h else 1.0)
+
+    def _roll_back(self, why: str) -> None:
+        """Back to the last finite weights that all agree on; what was learned since the anchor is lost here only."""
+        log.warning("%s: back to the anchor of entry %d with a fresh optimizer", why, self.state.tip.k)
+        load_flat(self.inner.model, self.law.layout, self.state.anchor)
+        self.residual.zero_()
+        self.inner.restart()
+        self.steps = 0
+        self.record({"event": "rolled_back", "why": why, "round": self.state.tip.k})
+
+    # -- the round
+
+    def _should_begin(self) -> bool:
+        now, run = self.exchange.now(), self.law.config.run
+        if self._round is not None:
+            return self._round.retry_at is not None and now >= self._round.retry_at and not self._stopping
+        if self.steps == 0 or self._stopping:
+            return False
+        if run.clock == "steps" or not self.state.tip.period_ms:
+            return self.steps >= run.inner_steps
+        return now >= self._anchored_at + self.state.tip.period_ms / 1e3 or self.steps >= self.law.max_h
+
+    def _begin(self) -> None:
+        if self._round is None:
+            theta = flat_weights(self.inner.model)
+            x = self._pseudo_gradient(theta)
+            if not torch.isfinite(x).all():
+                return self._roll_back("the weights are not finite")
+            pace_mhz = min(10**9, max(1, round(1000 / max(self.pace_s, 1e-6))))
+            h = min(self.steps, self.law.max_h)
+            packet = Packet(self.law.layout.encode(x), h, pace_mhz, self.digest)
+            self._round = _Round(packet, theta, self.exchange.now())
+            self.steps = 0
+        self._round.retry_at = None
+        self.exchange.begin(self._round.packet)
+
+    def _pseudo_gradient(self, theta: Tensor) -> Tensor:
+        """x = (anchor - theta) + beta e."""
+        return (self.state.anchor - theta).add_(self.residual * self.law.config.codec.beta)
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        match outcome:
+            case Committed():
+                self.commit(outcome.checked)
+            case Failed():
+                if self._round is not None:
+                    self._round.retry_at = outcome.retry_at
+                self.record({"event": "failed", "round": self.state.tip.k + 1, "reason": outcome.reason})
+            case Behind():
+                if self._round is not None:
+                    self._round.retry_at = self.exchange.now()
+                self.catch_up(outcome)
+
+    def commit(self, checked: Checked) -> None:
+        """Take the outer step of the entry after this tip, live or replayed: the same for both."""
+        self._check_agreement(checked)
+        theta = flat_weights(self.inner.model)
+        counted = self._take_packet(checked)
+        round_ = self._round
+        if counted and round_ is not None:
+            self._update_residual(checked, round_)
+            progress, steps = theta.sub_(round_.theta_begin), self.steps
+        else:
+            progress, steps = theta.sub_(self.state.anchor), self.steps + (round_.packet.inner_steps if round_ else 0)
+        d, h = merged_update(self.law, checked), [hello.h for hello in checked.counted]
+        eta, mu = eta_mu(self.law.config.outer, self.law.config.inner.optimizer, h, self.state.tip.k)
+        outer_step(self.state.anchor, self.state.momentum, d, eta, mu)
+        self.state.tip = advance(self.law, self.state.tip, checked)
+        self._round, self.steps, self._anchored_at = None, min(steps, self.law.max_h), self.exchange.now()
+        self._after_commit(checked, counted, progress, round_)
+
+    def _take_packet(self, checked: Checked) -> bool:
+        """Whether this peer's present packet is in the entry, in any part."""
+        mine = [hello for hello in checked.counted if hello.peer == self.exchange.peer_id]
+        return bool(mine) and self._round is not None and mine[0].digest == self._round.packet.digest
+
+    def _update_residual(self, checked: Checked, round_: _Round) -> None:
+        """e' = x - D(q) on counted parts and x on the others (design, 2: exactly once, by part)."""
+        x, layout = self._pseudo_gradient(round_.theta_begin), self.law.layout
+        for span, n in checked.counted_parts(self.exchange.peer_id):
+            for index in range(span.first, span.first + n):
+                part = layout.parts[index]
+                said = layout.decode_up(index, layout.up_slice(round_.packet.payload, index, index + 1))
+                x[part.start : part.stop] -= said
+        self.residual = x
+
+    def _after_commit(self, checked: Checked, counted: bool, progress: Tensor, round_: _Round | None) -> None:
+        tip, anchor = self.state.tip, self.state.anchor
+        self.digest = self.state.digest
+        self.store.put_entry(tip.k, checked.entry)
+        if tip.k % self.law.config.run.snapshot_every == 0 or self.ended:
+            self.store.pin(self.state)
+        self.rounds += counted
+        if self.heldout is not None:
+            load_flat(self.inner.model, self.law.layout, anchor)
+            self.last_heldout = heldout_loss(self.inner.model, self.heldout, self.inner.micro_batch)
+        load_flat(self.inner.model, self.law.layout, progress.add_(anchor))
+        self.record(self._round_record(checked, counted, round_))
+        self.losses = []
+
+    def _round_record(self, checked: Checked, counted: bool, round_: _Round | None) -> dict[str, Any]:
+        tip, traffic = self.state.tip, self.exchange.traffic
+        sent, received = traffic.sent - self._traffic[0], traffic.received - self._traffic[1]
+        self._traffic = (traffic.sent, traffic.received)
+        packed = self.law.layout
+        own = [s for s in checked.start.spans if s.reducer == self.exchange.peer_id]
+        return {
+            "event": "round", "round": tip.k, "digest": tip.head.hex(), "state": self.digest.hex(), "counted": counted,
+            "members": len(checked.counted), "inner_steps": round_.packet.inner_steps if round_ and counted else 0,
+            "total_steps": self.total_steps, "tokens": tip.tokens, "loss": _mean(self.losses),
+            "heldout_loss": self.last_heldout if math.isfinite(self.last_heldout) else None,
+            "tokens_per_s": self.law.config.tokens_per_step / self.pace_s if self.pace_s else None,
+            "exchange_s": round(self.exchange.now() - round_.begun_at, 3) if round_ else None,
+            "bytes_sent": sent, "bytes_received": received, "packet_bytes": packed.up_bytes,
+            "span_bytes": sum(packed.up_offsets[s.stop] - packed.up_offsets[s.first] for s in own),
+        }  # fmt: skip
+
+    def _check_agreement(self, checked: Checked) -> None:
+        """Members state what they stepped from; if most hold another anchor under this head, say so loudly."""
+        states = [hello.state for hello in checked.start.hellos if hello.peer != self.exchange.peer_id]
+        differing = sum(state != self.digest for state in states)
+        if differing > len(states) / 2:
+            log.error("entry %d: %d of %d peers hold other weights under the same head", checked.k, differing, len(states))
+            self.record({"event": "silent_difference", "round": checked.k, "peers": differing})
+
+    # -- catching up
+
+    def catch_up(self, behind: Behind) -> None:
+        """Replay entries from whoever is ahead, or load a state and replay from there; training then goes on."""
+        came_from = self.state.tip.k
+        for donor in behind.donors:
+            try:
+                self._follow(donor, behind.head)
+            except (StateUnavailable, BadPacket) as error:
+                log.warning("could not catch up to entry %d: %s", behind.k, error)
+                self.exchange.distrust(donor)
+                self.record({"event": "catch_up_failed", "round": behind.k, "reason": str(error)})
+                continue
+            self.record({"event": "caught_up", "from": came_from, "round": self.state.tip.k})
+            break
+        self.exchange.adopt(self.state.tip)
+
+    def _follow(self, donor: bytes, head: bytes) -> None:
+        try:
+            self._replay(donor, head)
+        except StateUnavailable:
+            if self.state.tip.head == head:
+                return
+            self.load_state(self._newest_state(donor))
+            self._replay(donor, head)
+
+    def _replay(self, donor: bytes, head: bytes) -> None:
+        while self.state.tip.head != head:
+            self.commit(fetch_entry(self.law, self.exchange.fetch, donor, self.state.tip))
+
+    def _newest_state(self, donor: bytes) -> State:
+        def progress(done: int, total: int) -> None:
+            self.record({"event": "downloading", "bytes": done, "of": total})
+
+        return fetch_state(self.law, self.exchange.fetch, donor, True, progress)
+
+    def load_state(self, state: State) -> None:
+        """Take another chain's state; own progress since the old anchor is carried over as it is."""
+        progress = flat_weights(self.inner.model).sub_(self.state.anchor)
+        carried = self.steps + (self._round.packet.inner_steps if self._round else 0)
+        self.state, self._round, self.steps = state, None, min(carried, self.law.max_h)
+        self.digest, self._anchored_at = state.digest, self.exchange.now()
+        load_flat(self.inner.model, self.law.layout, progress.add_(state.anchor))
+        self.store.pin(state)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What all peers agree on, by name: the model to take out of the run."""
+        return {name: self.state.anchor[place].view(shape) for name, shape, place in self.law.layout.tensor_slices()}
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
