@@ -23,6 +23,7 @@ SHAPES = {
     "blocks.0.norm.weight": (64,),
     "norm.weight": (16,),
 }
+VECTORS = {"a": (96,), "b": (64,), "c": (64,), "d": (48,)}  # four parts that travel as fp32, so that sums are exact
 
 
 def identity(i: int) -> Identity:
@@ -106,6 +107,7 @@ class Driver:
     def __init__(self, swarm: Swarm, late_s: Sequence[float] = ()) -> None:
         self.swarm, self.network = swarm, swarm.network
         late_s = late_s or [0.0] * len(swarm.members)
+        self._packets: dict[tuple[int, int], Packet] = {}
         zeros = [torch.zeros(swarm.law.layout.n_elements) for _ in range(2)]
         self.peers = [Peer(m.tip, *[z.clone() for z in zeros], retry_at=self.network.now + late)
                       for m, late in zip(swarm.members, late_s, strict=True)]  # fmt: skip
@@ -159,7 +161,9 @@ class Driver:
 
     def packet(self, i: int, k: int) -> Packet:
         """The one packet of peer i for entry k."""
-        return packet(self.swarm.law, self.x(i, k), self.swarm.h[i])
+        if (i, k) not in self._packets:
+            self._packets[i, k] = packet(self.swarm.law, self.x(i, k), self.swarm.h[i])
+        return self._packets[i, k]
 
     def x(self, i: int, k: int) -> Tensor:
         return vector(self.swarm.law, 1000 * k + i)
@@ -175,17 +179,19 @@ def assert_agree(driver: Driver) -> None:
         if peer.tip.head == longest.tip.head:
             assert peer.tip == longest.tip
             assert torch.equal(peer.anchor, longest.anchor) and torch.equal(peer.momentum, longest.momentum)
-    for checked in longest.entries.values():
-        assert_accounted(driver, checked)
+    if not any(fault.kind == "corrupt" for fault in driver.network.faults):  # then a sum holds what nobody said
+        for checked in longest.entries.values():
+            assert_accounted(driver, checked)
 
 
 def assert_accounted(driver: Driver, checked: Checked) -> None:
-    """The entry's bytes are the reducer's mean of exactly the parts that its records count, weighted by h."""
+    """The entry is the weighted mean of exactly the parts that its records count: x = D(q) there + e, and e elsewhere."""
     law = driver.swarm.law
-    sums, hs = torch.zeros(law.layout.n_elements), [[] for _ in law.layout.parts]
-    for i, member in enumerate(driver.swarm.members):
+    sums = torch.zeros(law.layout.n_elements)
+    hs: list[list[int]] = [[] for _ in law.layout.parts]
+    for i in sorted(range(len(driver.peers)), key=lambda i: driver.swarm.members[i].me):  # sums are made in this order
         payload = driver.packet(i, checked.k).payload
-        for span, n_parts in checked.counted_parts(member.me):
+        for span, n_parts in checked.counted_parts(driver.swarm.members[i].me):
             for at in range(span.first, span.first + n_parts):
                 part = law.layout.parts[at]
                 sums[part.start : part.stop] += law.layout.decode_up(at, law.layout.up_slice(payload, at, at + 1))
@@ -193,9 +199,7 @@ def assert_accounted(driver: Driver, checked: Checked) -> None:
     d = merged_update(law, checked)
     for part, counted in zip(law.layout.parts, hs, strict=True):
         mean = sums[part.start : part.stop] * weight_by_hand(counted, law.config.run.inner_steps)
-        decoded = part.down.decode(part.down.encode(mean), part.size)
-        assert torch.allclose(d[part.start : part.stop], decoded, atol=float(mean.abs().max()) / 6)
-        assert torch.allclose(mean, d[part.start : part.stop], atol=float(mean.abs().max()) / 6)
+        assert torch.equal(d[part.start : part.stop], part.down.decode(part.down.encode(mean), part.size))
 
 
 def weight_by_hand(h: Sequence[int], inner_steps: int) -> float:
