@@ -3,8 +3,8 @@
     head_0 = sha256(config hash)
     head_k = sha256(head_{k-1} | sha256(START body) | sha256 of the span records' bodies in span order)
 
-START holds every member's signed HELLO, sorted by peer id, so its hash is the entry's header. Equal heads mean bit-equal
-anchor and momentum, because the averaged bytes are named by the records and all arithmetic after them is bit-stable.
+START holds every member's signed HELLO, sorted by peer id, so its hash is the entry's header. Equal heads mean
+bit-equal anchor and momentum: the averaged bytes are named by the records, all arithmetic after them is bit-stable.
 From the chain also follow the clock, the schedule's token count, the membership, and which fork wins. Nothing here is
 read from the DHT. An entry holds one encoded model (`down_bytes`) and about 500 bytes a member.
 """
@@ -26,7 +26,7 @@ from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES, Identity, verify
 from p2p_muloco.model import parameter_shapes
 from p2p_muloco.packet import Layout, Span, plan_spans
-from p2p_muloco.wire import Record, integer, many, raw, real
+from p2p_muloco.wire import MAX_ITEMS, Record, integer, many, raw, real
 
 __all__ = [
     "Checked", "Entry", "Hello", "Law", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start",
@@ -176,11 +176,15 @@ class Entry:
         if len(packed) > max_bytes:
             raise BadPacket(f"an entry has {len(packed)} bytes; at most {max_bytes} are read")
         try:
-            body, signature, records, data = msgpack.unpackb(packed, use_list=False)
-            signed = tuple(Signed(*map(bytes, record)) for record in records)
-            return cls(Signed(bytes(body), bytes(signature)), signed, tuple(map(bytes, data)))
-        except Exception:
-            raise BadPacket("an entry is not msgpack of (START, signature, records, data)") from None
+            fields = msgpack.unpackb(packed, use_list=False, max_array_len=MAX_ITEMS, max_map_len=0)
+            body, signature, records, data = fields
+            entry = cls(Signed(body, signature), tuple(Signed(*record) for record in records), data)
+            leaves = [x for signed in (entry.start, *entry.records) for x in (signed.body, signed.signature)]
+            if type(data) is tuple and all(type(x) is bytes for x in (*leaves, *data)) and entry.pack() == packed:
+                return entry
+        except Exception:  # msgpack raises many kinds on hostile bytes
+            pass
+        raise BadPacket("an entry is not canonical msgpack of (START, signature, records, data)")
 
 
 @dataclass(frozen=True)
@@ -210,31 +214,27 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Tip:
+class Tip(Record):
     """All that a chain says up to entry k; a few kilobytes, whatever the model's size."""
 
-    k: int
-    head: bytes
-    members: tuple[bytes, ...]  # E: who was counted in the last entry
-    tokens: int  # C: counted tokens
-    last_tokens: int  # dC: those of the last entry
-    weight: int  # counted inner steps: the heavier fork wins
-    period_ms: int  # time to the next entry at the swarm's median pace; 0 before the first
-    recent: tuple[bytes, ...]  # the last heads, oldest first, this one last
-
-    def pack(self) -> bytes:
-        packed: bytes = msgpack.packb(tuple(vars(self).values()))
-        return packed
+    KIND = 4
+    MAX_BYTES = 8192
+    k: int = integer(0, 2**40)
+    head: bytes = raw(32)
+    members: tuple[bytes, ...] = many(raw(PEER_ID_BYTES), 0, MAX_MEMBERS)  # E: who was counted in the last entry
+    tokens: int = integer(0, 2**62)  # C: counted tokens
+    last_tokens: int = integer(0, 2**62)  # dC: those of the last entry
+    weight: int = integer(0, 2**60)  # counted inner steps: the heavier fork wins
+    period_ms: int = integer(0, 2**40)  # time to the next entry at the swarm's median pace; 0 before the first
+    recent: tuple[bytes, ...] = many(raw(32), 1, RECENT_HEADS)  # the last heads, oldest first, this one last
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Tip:
-        """Of an own file; raise BadPacket where it is damaged."""
-        try:
-            tip = cls(*msgpack.unpackb(packed, use_list=False))
-            assert len(tip.head) == 32 and tip.recent[-1] == tip.head and tip.k >= 0
-            return tip
-        except Exception:
-            raise BadPacket("a chain's tip is damaged") from None
+    def unpack(cls, packed: bytes, data: bytes | memoryview = b"") -> Self:
+        """Of an own file or a donor's snapshot; raise BadPacket where it is damaged."""
+        tip = super().unpack(packed, data)
+        if tip.recent[-1] != tip.head or tip.members != tuple(sorted(set(tip.members))):
+            raise BadPacket("a chain's tip contradicts itself")
+        return tip
 
 
 def leader_order(head: bytes, peers: Sequence[bytes]) -> list[bytes]:

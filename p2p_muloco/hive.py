@@ -4,7 +4,7 @@
     HivemindExchange  <--- socket pair ---> Member (the protocol), Node (p2pd, DHT, streams)
 
 The network never waits for an inner step, and training never waits for the network. If the trainer dies in any way, its
-end of the pair closes and the network process stops its daemon and ends; if that process dies, the trainer stops the
+end of the pair closes and the network process stops its daemon and ends; if that process dies, a guard stops the
 daemon. It is the leader of a session of its own, so a Ctrl-C in the terminal reaches the trainer alone.
 
 Packets and entries cross the pair as bytes: milliseconds for 5 MB. Shared memory would save that and would need a /dev/shm of
@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import uvloop
 
@@ -78,7 +77,6 @@ class HivemindExchange:
         self._answers: dict[int, tuple[bytes | None, str]] = {}
         self._numbers = itertools.count()
         self._waiting_for = ""
-        self._daemons: list[psutil.Process] = []
         self.traffic = Traffic()
         self.reports: dict[bytes, Report] = {}
         self.peer_id, self.addresses = b"", []  # type: tuple[bytes, list[str]]
@@ -102,8 +100,6 @@ class HivemindExchange:
             exchange.close()
             raise error if isinstance(error, NetworkError) else NetworkError("the network process ended") from None
         exchange.peer_id, exchange.addresses = values
-        assert process.pid is not None
-        exchange._daemons = psutil.Process(process.pid).children(recursive=True)
         return exchange
 
     def open(self, law: Law, tip: Tip, store_home: Path, rate_kbps: int) -> None:
@@ -118,9 +114,6 @@ class HivemindExchange:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        for daemon in self._daemons:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                daemon.kill()
         self._connection.close()
 
     # -- Exchange

@@ -171,7 +171,7 @@ class Member:
 
     def ask(self, peer: bytes) -> None:
         """Poll one peer, so that islands meet."""
-        self.outbox.append((peer, Poll(self.tip.head, self.tip.k)))
+        self.outbox.append((peer, Poll(self.tip.head, self.tip.k, self.phase)))
 
     # -- what the network brings
 
@@ -392,6 +392,9 @@ class Member:
         if g is not None and here and self._precedes(sender, g.leader):
             g.passed.discard(sender)
             self._follow(sender, now)
+        if self.attempt is not None and (poll.head, poll.phase) == (self.tip.head, GATHERING):
+            self.attempt.on_message(sender, Abandon(self.attempt.start.group), now)
+            self._harvest(now)
         self._say_tip(sender)
 
     def _precedes(self, peer: bytes, leader: bytes) -> bool:
@@ -485,6 +488,9 @@ class Member:
         self._gathering = None
         self._groups.add(start.group)
         self.attempt = Attempt(self.law, self.identity, self.tip, start, self._packet.payload, now)
+        for peer in self.attempt.others:
+            if self._suspected(peer, now):  # it broke off after its JOIN: if nobody is there, the question fails at once
+                self.ask(peer)
         early, self._early = self._early, {}
         for sender, (group, messages, _) in early.items():
             if group == start.group:
@@ -530,6 +536,8 @@ class Member:
             self.outcomes.append(Failed(result.reason, now + min(10.0, 0.1 * 2 ** min(self._tries, 10))))
         elif result is not None:
             self.tip = advance(self.law, self.tip, result)
+            for peer in sorted(set(self._joins) - set(result.start.members)):
+                self._say_tip(peer)  # it came while the attempt ran: the sooner it follows, the sooner it takes part
             self._reset()
             self.outcomes.append(Committed(result))
 

@@ -9,7 +9,7 @@ from p2p_muloco.identity import PEER_ID_BYTES
 from p2p_muloco.wire import Record, integer, many, raw
 
 __all__ = [
-    "FRAME_BYTES", "GATHERING", "EXCHANGING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join",
+    "EXCHANGING", "FRAME_BYTES", "GATHERING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join",
     "Lacking", "Parts", "Poll", "RecordMessage", "StartMessage", "TipMessage",
 ]  # fmt: skip
 
@@ -19,11 +19,12 @@ TRAINING, GATHERING, EXCHANGING = 0, 1, 2  # what a peer is doing at its head
 
 @dataclass(frozen=True)
 class Poll(Record):
-    """'Where are you?' Answered by TipMessage."""
+    """'Where are you?' Answered by TipMessage. Who gathers at a head is in no exchange there (any more)."""
 
     KIND = 10
     head: bytes = raw(32)
     k: int = integer(0, 2**40)
+    phase: int = integer(TRAINING, EXCHANGING)
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,10 @@ class SpanReducer:
     def record(self, digest: bytes) -> SpanRecord:
         assert self.finished
         counts = tuple(at - self.span.first for at in self._next)
-        return SpanRecord(start=self.start.group, span=self.span.index, digest=digest, counts=counts,
-                          reasons=tuple(self.reasons), ratio_sum=self.ratio_sum, ratio_count=self.ratio_count)  # fmt: skip
+        return SpanRecord(
+            start=self.start.group, span=self.span.index, digest=digest, counts=counts, reasons=tuple(self.reasons),
+            ratio_sum=self.ratio_sum, ratio_count=self.ratio_count,
+        )  # fmt: skip
 
     def _reduce_ready(self) -> None:
         while self._pieces:
@@ -128,7 +130,10 @@ class SpanReducer:
         if not part.flattened:
             return means
         whole = torch.cat(means)
-        flat = iso_c(whole.view(self.law.layout.shapes[part.tensor])).reshape(-1)
+        try:
+            flat = iso_c(whole.view(self.law.layout.shapes[part.tensor])).reshape(-1)
+        except torch.linalg.LinAlgError:  # it did not converge: the mean is a valid update too
+            return means
         self.ratio_sum += norm_ratio(whole, flat)
         self.ratio_count += 1
         return list(flat.split([len(mean) for mean in means]))

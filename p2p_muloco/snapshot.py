@@ -222,19 +222,16 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
     raise BadPacket("not a request")
 
 
-def fetch_entry(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> Checked:
-    """The verified entry after `tip`; raise StateUnavailable if the donor has none or a false one."""
+def fetch_entry(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> Checked | None:
+    """The verified entry after `tip`, None if the donor has none; raise BadPacket if it does not hold on this tip."""
     packed = fetch(donor, WantEntry(tip.k + 1))
-    if not packed:
-        raise StateUnavailable(f"the donor has no entry {tip.k + 1}")
-    try:
-        return check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law)))
-    except BadPacket as error:
-        raise StateUnavailable(f"the donor's entry {tip.k + 1} does not hold here: {error}") from None
+    return check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law))) if packed else None
 
 
 def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Callable[[int, int], None]) -> State:
-    """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. Raise StateUnavailable."""
+    """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. 
+    Raise StateUnavailable if there is none, BadPacket if it breaks a rule.
+    """
     try:
         k, size, digests = msgpack.unpackb(fetch(donor, WantManifest(int(newest))), use_list=False)
         expected = -(-size // CHUNK_BYTES)
@@ -249,10 +246,7 @@ def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Ca
             raise StateUnavailable(f"chunk {index} of the donor's state is not what its manifest says")
         whole += chunk
         progress(len(whole), size)
-    try:
-        return read_state(law, bytes(whole))
-    except BadPacket as error:
-        raise StateUnavailable(f"the donor's state breaks a rule: {error}") from None
+    return read_state(law, bytes(whole))
 
 
 def read_state(law: Law, whole: bytes) -> State:

@@ -11,11 +11,13 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgpack
+import psutil
 from hivemind.dht import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
@@ -70,6 +72,15 @@ class ReportsOnly(RecordValidatorBase):
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, ReportsOnly)
+
+
+def _guard_daemon() -> subprocess.Popen[bytes]:
+    """A shell that waits for this process to end in any way, kill -9 included, and takes the daemon with it."""
+    daemons = [str(child.pid) for child in psutil.Process().children() if child.name() == "p2pd"]
+    assert daemons, "p2pd runs as a child of this process"
+    return subprocess.Popen(["/bin/sh", "-c", 'read _; kill -9 "$@"', "p2p-muloco-guard", *daemons],
+                            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                            start_new_session=True)  # fmt: skip
 
 
 class _Link:
@@ -128,13 +139,14 @@ class _Link:
 class Node:
     """A peer's place in the network. `on_message` and `on_gone` are called from the loop; `serve` answers fetches."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str) -> None:
-        self.p2p, self.dht, self.identity, self.run_id = p2p, dht, identity, run_id
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str, guard: subprocess.Popen[bytes]) -> None:
+        self.p2p, self.dht, self.identity, self.run_id, self._guard = p2p, dht, identity, run_id, guard
         self.on_message: Deliver = lambda sender, record: None
         self.on_gone: Gone = lambda peer: None
         self.serve: Serve = lambda request: b""
         self.max_frame_bytes = MAX_TALK_BYTES
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = self.bytes_received = 0  # of exchanges
+        self.bytes_served = 0  # of states, entries and configs
         self._links: dict[tuple[bytes, str], _Link] = {}
 
     @classmethod
@@ -152,6 +164,7 @@ class Node:
         except P2PDaemonError as error:
             raise NetworkError(f"the network daemon did not start: {error}") from None
         assert p2p.peer_id.to_bytes() == identity.peer_id
+        guard = _guard_daemon()
         try:
             dht = await DHTNode.create(
                 p2p=p2p, initial_peers=list(initial_peers) or None, client_mode=dht_client, strict=False,
@@ -159,8 +172,9 @@ class Node:
             )  # fmt: skip
         except Exception as error:
             await p2p.shutdown()
+            guard.kill()
             raise NetworkError(f"no DHT answered at {', '.join(initial_peers)}: {error}") from None
-        node = cls(p2p, dht, identity, run_id)
+        node = cls(p2p, dht, identity, run_id, guard)
         for protocol, handler in ((TALK, node._hear), (BULK, node._hear), (FETCH, node._answer)):
             await p2p.add_binary_stream_handler(protocol, handler)
         return node
@@ -171,6 +185,8 @@ class Node:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.dht.shutdown(), 3.0)
         await self.p2p.shutdown()
+        self._guard.kill()
+        self._guard.wait()
 
     async def addresses(self) -> list[str]:
         """Own multiaddrs, those that others can use first."""
@@ -216,7 +232,7 @@ class Node:
             for at in range(0, len(answer), 2**18):
                 writer.write(memoryview(answer)[at : at + 2**18])
                 await asyncio.wait_for(writer.drain(), STALL_S)
-            self.bytes_sent += len(answer)
+            self.bytes_served += len(answer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, BadPacket) as error:
             log.debug("a fetch was not answered: %r", error)
         finally:
@@ -241,7 +257,6 @@ class Node:
                 if not chunk:
                     raise StateUnavailable(f"{peer_name(donor)} stopped after {len(answer)} of {size} bytes")
                 answer += chunk
-            self.bytes_received += size
             return bytes(answer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             raise StateUnavailable(f"{peer_name(donor)} stopped answering: {error!r}") from None

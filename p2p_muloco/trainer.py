@@ -12,6 +12,7 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 SKIPS_BEFORE_ROLLBACK = 10  # inner steps in a row without a finite gradient
 SLOWED = 0.1  # lr factor of a peer that has 4H uncommitted steps: it must not run away from the swarm
 PACE_MEMORY = 0.9
+CATCH_UP_PAUSE_S = 1.0  # before a peer that could not catch up asks again
+EARLY = 0.75  # of a period: when a peer that no leader waits for brings its packet
 
 
 def genesis_state(law: Law) -> State:
@@ -241,9 +244,11 @@ class Trainer:
             return self._round.retry_at is not None and now >= self._round.retry_at and not self._stopping
         if self.steps == 0 or self._stopping:
             return False
-        if run.clock == "steps" or not self.state.tip.period_ms:
-            return self.steps >= run.inner_steps
-        return now >= self._anchored_at + self.state.tip.period_ms / 1e3 or self.steps >= self.law.max_h
+        tip = self.state.tip
+        share = 1.0 if tip.k == 0 or self.exchange.peer_id in tip.members else EARLY
+        if run.clock == "steps" or not tip.period_ms:
+            return self.steps >= share * run.inner_steps
+        return now >= self._anchored_at + share * tip.period_ms / 1e3 or self.steps >= self.law.max_h
 
     def _begin(self) -> None:
         if self._round is None:
@@ -355,28 +360,32 @@ class Trainer:
         came_from = self.state.tip.k
         for donor in behind.donors:
             try:
-                self._follow(donor, behind.head)
+                self._follow(donor, behind)
             except (StateUnavailable, BadPacket) as error:
-                log.warning("could not catch up to entry %d: %s", behind.k, error)
-                self.exchange.distrust(donor)
+                if isinstance(error, BadPacket):  # what it showed was false, not only absent
+                    self.exchange.distrust(donor)
                 self.record({"event": "catch_up_failed", "round": behind.k, "reason": str(error)})
                 continue
             self.record({"event": "caught_up", "from": came_from, "round": self.state.tip.k})
             break
+        else:
+            if self._round is not None:
+                self._round.retry_at = self.exchange.now() + CATCH_UP_PAUSE_S
         self.exchange.adopt(self.state.tip)
 
-    def _follow(self, donor: bytes, head: bytes) -> None:
-        try:
-            self._replay(donor, head)
-        except StateUnavailable:
-            if self.state.tip.head == head:
-                return
+    def _follow(self, donor: bytes, behind: Behind) -> None:
+        with contextlib.suppress(BadPacket):  # its chain left this one further back: only a state helps
+            self._replay(donor)
+        if behind.head not in self.state.tip.recent:
             self.load_state(self._newest_state(donor))
-            self._replay(donor, head)
+            self._replay(donor)
+        if behind.head not in self.state.tip.recent:
+            raise StateUnavailable(f"that peer could not show entry {behind.k}")
 
-    def _replay(self, donor: bytes, head: bytes) -> None:
-        while self.state.tip.head != head:
-            self.commit(fetch_entry(self.law, self.exchange.fetch, donor, self.state.tip))
+    def _replay(self, donor: bytes) -> None:
+        """All entries that the donor has after this tip."""
+        while (checked := fetch_entry(self.law, self.exchange.fetch, donor, self.state.tip)) is not None:
+            self.commit(checked)
 
     def _newest_state(self, donor: bytes) -> State:
         def progress(done: int, total: int) -> None:

@@ -17,7 +17,7 @@ import msgpack
 
 from p2p_muloco.errors import BadPacket
 
-__all__ = ["Record", "integer", "many", "raw", "read_frame", "real", "text", "write_frame"]
+__all__ = ["MAX_ITEMS", "Record", "integer", "many", "raw", "read_frame", "real", "text", "write_frame"]
 
 MAX_ITEMS = 128  # in any tuple of any record
 

@@ -119,7 +119,8 @@ class Driver:
         """Until each live peer stands at entry k or later; False if that takes longer than `limit_s`."""
         end = self.network.now + limit_s
         while not all(self.peers[i].tip.k >= k for i in self.live()):
-            due = [p.retry_at for i, p in enumerate(self.peers) if p.retry_at is not None and p.tip.k < k and i in self.live()]
+            waiting = [self.peers[i] for i in self.live() if self.peers[i].tip.k < k]
+            due = [peer.retry_at for peer in waiting if peer.retry_at is not None]
             event_at = self.network.next_at()
             at = min([t for t in (*due, event_at) if t is not None], default=end + 1)
             if at > end:
@@ -185,7 +186,7 @@ def assert_agree(driver: Driver) -> None:
 
 
 def assert_accounted(driver: Driver, checked: Checked) -> None:
-    """The entry is the weighted mean of exactly the parts that its records count: x = D(q) there + e, and e elsewhere."""
+    """The entry is the weighted mean of exactly the parts that its records count: there x = D(q) + e, else x = e."""
     law = driver.swarm.law
     sums = torch.zeros(law.layout.n_elements)
     hs: list[list[int]] = [[] for _ in law.layout.parts]
