@@ -152,6 +152,12 @@ class Attempt:
             self._lose(peer, VANISHED)
             self._settle(now)
 
+    def on_regrouping(self, peer: bytes, now: float) -> None:
+        """A member gathers at this head, so it is not in here; with the leader lost, START did not reach everybody."""
+        self.on_message(peer, Abandon(self.start.group), now)
+        if self._root is None and self.start.start.leader in self._gone | self._left:
+            self.abandon("its leader is lost and others gather anew")
+
     def on_time(self, now: float) -> None:
         if self.result is None and now >= self.scatter_at:
             for reducer in self.reducers.values():

@@ -335,7 +335,8 @@ class JoinString:
             raw = base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))
         except binascii.Error:
             raise ConfigError(f"join string: its {len(text)} characters are not a whole one (cut off?); {again}") from None
-        if len(raw) < 5 or _checksum(raw[4:]) != raw[:4]:
+        spelled = base64.urlsafe_b64encode(raw).decode().rstrip("=") == coded  # the last character has spare bits
+        if len(raw) < 5 or _checksum(raw[4:]) != raw[:4] or not spelled:
             raise ConfigError(f"join string: its checksum is wrong, so a character was changed or lost; {again}")
         return cls._from_body(raw[4:])
 

@@ -43,6 +43,9 @@ class Exchange(Protocol):
     def begin(self, packet: Packet) -> None:
         """Bring a packet into the next entry."""
 
+    def withdraw(self) -> None:
+        """Take the packet back if no attempt holds it yet."""
+
     def poll(self) -> Outcome | None:
         """How the attempt ended, or that somebody is ahead; None while neither is known."""
 
@@ -251,6 +254,9 @@ class LocalExchange:
     def begin(self, packet: Packet) -> None:
         self.member.begin(packet, self.network.now)
         self.network.flush(self.member)
+
+    def withdraw(self) -> None:
+        self.member.withdraw(self.network.now)
 
     def poll(self) -> Outcome | None:
         return self.member.outcomes.pop(0) if self.member.outcomes else None

@@ -121,6 +121,9 @@ class HivemindExchange:
     def begin(self, packet: Packet) -> None:
         self._send("begin", packet)
 
+    def withdraw(self) -> None:
+        self._send("withdraw")
+
     def poll(self) -> Outcome | None:
         return self.wait(0.0)
 
@@ -312,6 +315,9 @@ class _Hive:
                 self._open(*values)
             case "begin" if self.member is not None:
                 self.member.begin(values[0], now)
+                self._flush()
+            case "withdraw" if self.member is not None:
+                self.member.withdraw(now)
                 self._flush()
             case "adopt" if self.member is not None:
                 self.member.adopt(values[0])

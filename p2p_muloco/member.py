@@ -147,6 +147,12 @@ class Member:
         self._seek(now)
         self._harvest(now)
 
+    def withdraw(self, now: float) -> None:
+        """Take the packet back if no attempt holds it yet: this peer is leaving."""
+        if self.attempt is None and self._gathering is not None:
+            self._gathering = None
+            self.outcomes.append(Failed("this peer is leaving", now))
+
     def adopt(self, tip: Tip) -> None:
         """The trainer has caught up to `tip`; what was under way at another head is void."""
         self._told_behind = False
@@ -393,7 +399,7 @@ class Member:
             g.passed.discard(sender)
             self._follow(sender, now)
         if self.attempt is not None and (poll.head, poll.phase) == (self.tip.head, GATHERING):
-            self.attempt.on_message(sender, Abandon(self.attempt.start.group), now)
+            self.attempt.on_regrouping(sender, now)
             self._harvest(now)
         self._say_tip(sender)
 
@@ -454,6 +460,8 @@ class Member:
             if hello.head == self.tip.head:
                 check_hello(self.law, self.tip, hello, signed)
                 self._keep_join(sender, join, now)
+                if self.attempt is not None and self.attempt.start.start.leader != self.me:
+                    self.attempt.on_regrouping(sender, now)  # it follows this peer, not who led this attempt
             elif hello.k > self.tip.k + 1:
                 self.ask(sender)
         except BadPacket:

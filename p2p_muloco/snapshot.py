@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
-from p2p_muloco.chain import Checked, Entry, Law, Tip, check_entry
+from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.packet import Layout
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
@@ -140,9 +140,12 @@ class Store:
 
     def _drop_old(self) -> None:
         kept = self.pinned()[-KEPT_SNAPSHOTS:]
+        if len(kept) < KEPT_SNAPSHOTS:
+            return
         for path in self.snapshots.glob("*.safetensors"):
             if int(path.stem) < kept[0]:
                 path.unlink(missing_ok=True)
+                path.with_suffix(".json").unlink(missing_ok=True)
         for path in self.log.glob("entry-*.bin"):
             found = re.fullmatch(r"entry-(\d+)", path.stem)
             if found and int(found.group(1)) <= kept[0]:
@@ -183,8 +186,6 @@ class Store:
         return None
 
     def _replayable(self, law: Law, tip: Tip) -> Iterator[Checked]:
-        from p2p_muloco.chain import advance
-
         while packed := self.entry(tip.k + 1):
             try:
                 checked = check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law)))

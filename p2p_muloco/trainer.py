@@ -155,7 +155,7 @@ class Trainer:
         self._round: _Round | None = None
         self._anchored_at = exchange.now()
         self._traffic = (0, 0)
-        self._stopping = False
+        self._stopping = self._withdrawn = False
         load_flat(inner.model, law.layout, state.anchor)
 
     # -- the loop
@@ -164,13 +164,16 @@ class Trainer:
         """Train until the token budget, `max_rounds` or `stop`; `on_turn` is called between any two things done."""
         while not self.finished:
             on_turn()
+            if self._stopping and not self._withdrawn:
+                self._withdrawn = True
+                self.exchange.withdraw()
             if not self.advance():
                 outcome = self.exchange.wait(0.2)
                 if outcome is not None:
                     self.on_outcome(outcome)
 
     def stop(self) -> None:
-        """Leave as soon as the packet that is out has met its fate."""
+        """Leave as soon as the attempt that is running, if any, has met its fate. Safe in a signal handler."""
         self._stopping = True
 
     @property
