@@ -10,7 +10,8 @@ from pathlib import Path
 
 import rich_click as click
 
-from p2p_muloco.config import JoinString, RunConfig, check_address
+from p2p_muloco.addresses import check_address, check_listen
+from p2p_muloco.config import JoinString, RunConfig
 from p2p_muloco.errors import ConfigError
 from p2p_muloco.identity import Identity, peer_name
 from p2p_muloco.wire import Record
@@ -21,22 +22,16 @@ from p2p_muloco.wire import Record
 @click.option("--listen", default="0.0.0.0:31337", show_default=True, metavar="HOST:PORT", help="Where to listen (TCP).")
 @click.option("--announce", multiple=True, metavar="ADDR",
               help="Address that others reach this node at, if it is another than this machine's own: "
-                   "/ip4/203.0.113.7/tcp/31337 or /dns4/example.org/tcp/31337. May be given several times.")  # fmt: skip
+                   "/ip4/203.0.113.7/tcp/31337 or /dns4/example.org/tcp/31337. May be given several times.")
 @click.option("--home", type=click.Path(path_type=Path), default=None, help="Folder for keys. [default: beside RUN]")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=None,
-              help="The text of a run whose data.corpus is a local file.")  # fmt: skip
+              help="The text of a run whose data.corpus is a local file.")
 def command(run: Path, listen: str, announce: tuple[str, ...], home: Path | None, data: Path | None) -> None:
     """Start the first peer of a run: an address to meet at, which serves the run's law. It trains nothing.
 
     Prints the join string on a line of its own on standard output. Leave it running; started again with the same --home
     it has the same identity and join string. The run goes on without it once peers have met.
     """
-    import uvloop
-
-    from p2p_muloco.home import locked_home
-    from p2p_muloco.swarm import check_listen
-
-    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     home = home or run.parent / f"{run.stem}-bootstrap"
     try:
         text = run.read_text(encoding="utf-8")
@@ -46,6 +41,12 @@ def command(run: Path, listen: str, announce: tuple[str, ...], home: Path | None
     for warning in law.warnings():
         click.echo(f"warning: {warning}", err=True)
     address = check_listen(listen)
+
+    import uvloop
+
+    from p2p_muloco.home import locked_home
+
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     with locked_home(home):
         law = _complete(law, Identity.load_or_create(home / "owner.key"), data)
         uvloop.run(_serve(law, home, address, announce))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import rich_click as click
+from p2p_muloco.cli.view import console, in_bytes
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from p2p_muloco.cli.view import console, in_bytes
 from p2p_muloco.config import InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.errors import ConfigError, MulocoError
 from p2p_muloco.metrics import read_json_lines
@@ -38,7 +38,7 @@ def demo_config(peers: int, rounds: int) -> RunConfig:
     inner = InnerConfig(batch_size=4, lr=0.02)
     budget = peers * rounds * INNER_STEPS * inner.batch_size * model.seq_len
     run = RunSection(name="demo", inner_steps=INNER_STEPS, min_peers=peers, token_budget=budget, clock="steps",
-                     overlap="off", window_s=30.0, snapshot_every=5)  # fmt: skip
+                     overlap="keep", window_s=30.0, snapshot_every=5)
     return RunConfig(run=run, model=model, inner=inner, outer=OuterConfig())
 
 
@@ -46,7 +46,7 @@ def demo_config(peers: int, rounds: int) -> RunConfig:
 @click.option("--peers", type=click.IntRange(1, 16), default=4, show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 1000), default=12, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("demo-out"), show_default=True,
-              help="Folder for the peers' homes, the plot and the model; it must be new or an earlier demo's.")  # fmt: skip
+              help="Folder for the peers' homes, the plot and the model; it must be new or an earlier demo's.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures to this file.")
 def command(peers: int, rounds: int, out: Path, json_path: Path | None) -> None:
     """Watch several real peers find each other and train one model, on this machine's CPU, in about two minutes.
@@ -95,7 +95,7 @@ class _Processes:
         environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
         with open(log, "w") as file:
             process = subprocess.Popen([sys.executable, "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
-                                       stderr=file, text=True, start_new_session=True, env=environment)  # fmt: skip
+                                       stderr=file, text=True, start_new_session=True, env=environment)
         self.running.append((process, log))
         return process
 
@@ -141,7 +141,7 @@ def _start_peers(processes: _Processes, out: Path, join: str, peers: int) -> lis
     for name in (f"peer-{i + 1}" for i in range(peers)):
         home = out / name
         processes.start(out / f"{name}.log", "join", join, "--home", str(home), "--name", name, "--threads", str(threads),
-                        "--listen", "127.0.0.1:0", "--device", "cpu")  # fmt: skip
+                        "--listen", "127.0.0.1:0", "--device", "cpu")
         homes.append(home)
     return homes
 
@@ -166,7 +166,7 @@ def _watch(screen: Any, processes: _Processes, homes: list[Path], rounds: int) -
             said = max(said, least)
             if time.monotonic() > moved_at + STALL_S + (START_S if not said else 0.0):
                 raise MulocoError(f"no round for {STALL_S:.0f} s; the peers' last words: "
-                                  + "; ".join(_last_line(log) for _, log in processes.running[1:]))  # fmt: skip
+                                  + "; ".join(_last_line(log) for _, log in processes.running[1:]))
             time.sleep(0.25)
         processes.check()
         for number in range(said, min(len(list(_rounds(home))) for home in homes)):
@@ -188,7 +188,7 @@ def _line(records: list[dict[str, Any]]) -> str:
     sent = sum(record["bytes_sent"] for record in records) / len(records)
     return (f"round {records[0]['round']:<3} held-out {records[0]['heldout_loss']:.3f}  "
             f"{sum(r['tokens_per_s'] or 0 for r in records):6.0f} tokens/s  group of {records[0]['members']}  "
-            f"{in_bytes(sent)} sent a peer  head {records[0]['digest'][:12]}  {agreement}")  # fmt: skip
+            f"{in_bytes(sent)} sent a peer  head {records[0]['digest'][:12]}  {agreement}")
 
 
 def _table(homes: list[Path], records: list[list[dict[str, Any]]]) -> Table:
@@ -203,7 +203,7 @@ def _table(homes: list[Path], records: list[list[dict[str, Any]]]) -> Table:
         loss = "-" if last["loss"] is None else f"{last['loss']:.3f}"
         table.add_row(home.name, str(last["round"]), f"{last['heldout_loss']:.3f}", loss, f"{last['tokens_per_s'] or 0:.0f}",
                       str(last["members"]), in_bytes(last["bytes_sent"]), in_bytes(last["bytes_received"]),
-                      last["digest"][:12], last["state"][:12])  # fmt: skip
+                      last["digest"][:12], last["state"][:12])
     return table
 
 
@@ -237,7 +237,7 @@ def _summarise(screen: Any, config: RunConfig, out: Path, homes: list[Path], beg
         "heldout_loss_start": start, "heldout_loss_end": end, "heldout_loss_alone": alone, "digests_equal": equal,
         "packet_bytes": histories[0][0]["packet_bytes"], "fp32_bytes": 4 * sum(p.numel() for p in model.parameters()),
         "bytes_per_round": sum(r["bytes_sent"] for h in histories for r in h) / sum(map(len, histories)), "peers": per_peer,
-    }  # fmt: skip
+    }
     plot = _plot(out, histories, alone, start)
     _print_summary(screen, result, sample, out, plot)
     return result
@@ -262,7 +262,7 @@ def _peer_figures(home: Path, model: Any, windows: Any) -> dict[str, Any]:
         "round": last["round"], "digest": last["digest"], "state": last["state"],
         "heldout_loss": heldout_loss(model, windows, 32), "bytes_sent": end["bytes_sent"],
         "bytes_received": end["bytes_received"], "inner_steps": end["inner_steps"], "tokens_per_s": last["tokens_per_s"],
-    }  # fmt: skip
+    }
 
 
 def _train_alone(screen: Any, config: RunConfig, home: Path, steps: int, windows: Any) -> float:

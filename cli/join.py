@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
-
 from p2p_muloco.cli.view import PeerView, in_bytes
-from p2p_muloco.config import JoinString, PeerConfig, check_address
+
+from p2p_muloco.addresses import check_address, check_listen
+from p2p_muloco.config import JoinString, PeerConfig
 from p2p_muloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,25 +24,25 @@ if TYPE_CHECKING:
 @click.command("join")
 @click.argument("join", metavar="JOIN_STRING")
 @click.option("--initial-peer", "initial_peers", multiple=True, metavar="ADDR",
-              help="Address of any running peer, if the join string's are gone. May be given several times.")  # fmt: skip
+              help="Address of any running peer, if the join string's are gone. May be given several times.")
 @click.option("--home", type=click.Path(path_type=Path), default=None,
-              help="Folder for identity, state and metrics; the same folder resumes. [default: ./p2p-muloco-RUN_ID]")  # fmt: skip
+              help="Folder for identity, state and metrics; the same folder resumes. [default: ./p2p-muloco-RUN_ID]")
 @click.option("--name", default=socket.gethostname()[:32], help="How others see you. [default: this machine's name]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
 @click.option("--batch-size", default="auto", show_default=True, metavar="N|auto",
-              help="Sequences computed at once. The run decides how many make a step; a smaller N only needs less memory.")  # fmt: skip
+              help="Sequences computed at once. The run decides how many make a step; a smaller N only needs less memory.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads for training. [default: all cores]")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The run's text, if it is a file.")
 @click.option("--listen", default="0.0.0.0:0", show_default=True, metavar="HOST:PORT", help="Port 0 = any free one.")
 @click.option("--announce", multiple=True, metavar="ADDR", help="Address others reach you at, if it is not this machine's own.")
 @click.option("--upload-mbit", type=click.FloatRange(0.1), default=20.0, show_default=True,
-              help="Your upload rate; it decides your share of the averaging.")  # fmt: skip
+              help="Your upload rate; it decides your share of the averaging.")
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile: slow to start, faster after.")
 @click.option("--max-rounds", type=click.IntRange(1), default=None, help="Leave after this many rounds.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a summary to this file.")
 def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: str, device: str, batch_size: str,
             threads: int | None, data: Path | None, listen: str, announce: tuple[str, ...], upload_mbit: float,
-            compiled: bool, max_rounds: int | None, json_path: Path | None) -> None:  # fmt: skip
+            compiled: bool, max_rounds: int | None, json_path: Path | None) -> None:
     """Train with others. Everything about the run follows from JOIN_STRING.
 
     Model, text and settings are taken from the run and checked against its hash; what the others have learned so far is
@@ -52,17 +53,17 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
     config = PeerConfig(
         home=home or Path(f"p2p-muloco-{parsed.run_id}"), name=name, device=device, micro_batch=_batch_size(batch_size),
         threads=threads, data_path=data, compile=compiled, max_rounds=max_rounds,
-    )  # fmt: skip
+    )
+    listen_address = check_listen(listen)
     for address in initial_peers:
         check_address(address)
 
     from p2p_muloco.home import locked_home
     from p2p_muloco.peer import Peer, PeerNetwork
-    from p2p_muloco.swarm import check_listen
 
     logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    network = PeerNetwork(listen=(check_listen(listen),), announce=announce, initial_peers=initial_peers,
-                          upload_mbit=upload_mbit)  # fmt: skip
+    network = PeerNetwork(listen=(listen_address,), announce=announce, initial_peers=initial_peers,
+                          upload_mbit=upload_mbit)
     signal.signal(signal.SIGTERM, _interrupt)
     with locked_home(config.home), PeerView() as view:
         peer = Peer(parsed, config, network, view.say)
@@ -91,7 +92,7 @@ def _train(peer: Peer, view: PeerView) -> dict[str, Any]:
     view.inner_steps = run.inner_steps
     peer.on_record = view.on_record
     view.say(f"joined {peer.law.config.run_id} as {peer.config.name} on {peer.device}: "
-             f"{peer.law.layout.n_elements / 1e6:.2f}M parameters, a packet is {in_bytes(peer.law.layout.up_bytes)}")  # fmt: skip
+             f"{peer.law.layout.n_elements / 1e6:.2f}M parameters, a packet is {in_bytes(peer.law.layout.up_bytes)}")
     for address in peer.exchange.addresses:
         if "/127." not in address or len(peer.exchange.addresses) == 1:
             view.say(f"others can join through --initial-peer {address}")
@@ -109,13 +110,13 @@ def _train(peer: Peer, view: PeerView) -> dict[str, Any]:
     ending = "the run's token budget is spent" if trainer.ended else "left the run"
     traffic = peer.exchange.traffic
     view.say(f"{ending} after round {trainer.state.tip.k}: {trainer.total_steps} inner steps, {trainer.rounds} rounds counted, "
-             f"{in_bytes(traffic.sent)} sent; model: {path}; the same --home resumes")  # fmt: skip
+             f"{in_bytes(traffic.sent)} sent; model: {path}; the same --home resumes")
     summary = {
         "run_id": peer.law.config.run_id, "name": peer.config.name, "round": trainer.state.tip.k, "seconds": round(seconds, 1),
         "digest": trainer.state.tip.head.hex(), "state": trainer.digest.hex(), "inner_steps": trainer.total_steps,
         "rounds_counted": trainer.rounds, "heldout_loss": trainer.last_heldout, "bytes_sent": traffic.sent,
         "bytes_received": traffic.received, "model": str(path), "ended": trainer.ended,
-    }  # fmt: skip
+    }
     peer.metrics({"event": "end", **summary})
     return summary
 

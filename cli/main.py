@@ -10,10 +10,11 @@ import sys
 import traceback
 
 import rich_click as click
+from p2p_muloco.cli import bootstrap, demo, init, join, status
 
 from p2p_muloco import __version__
-from p2p_muloco.cli import bootstrap, demo, init, join, status
 from p2p_muloco.errors import MulocoError
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="p2p-muloco")

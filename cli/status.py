@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
+from p2p_muloco.cli.view import console
 from rich.table import Table
 
-from p2p_muloco.cli.view import console
-from p2p_muloco.config import JoinString, check_address
+from p2p_muloco.addresses import check_address, reachable_addresses
+from p2p_muloco.config import JoinString
 from p2p_muloco.identity import peer_name
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ def command(join: str, initial_peers: tuple[str, ...], as_json: bool) -> None:
     reports = sorted(uvloop.run(_look(parsed, addresses)).values(), key=lambda report: (report.name, report.peer))
     if as_json:
         click.echo(json.dumps({"run_id": parsed.run_id, "round": max((r.k for r in reports), default=0),
-                               "peers": [_row(report) for report in reports]}, indent=2))  # fmt: skip
+                               "peers": [_row(report) for report in reports]}, indent=2))
     else:
         _show(parsed.run_id, reports)
 
 
 async def _look(join: JoinString, addresses: list[str]) -> dict[bytes, Report]:
-    from p2p_muloco.swarm import Node, reachable_addresses
+    from p2p_muloco.swarm import Node
 
     good = await reachable_addresses(addresses)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +65,7 @@ def _row(report: Report) -> dict[str, Any]:
         "tokens_total": report.tokens_total, "tokens_per_s": round(report.tokens_per_s, 1),
         "loss": report.loss or None, "digest": report.head.hex(), "device": report.device, "version": report.version,
         "age_s": max(0, int(time.time()) - report.at_s),
-    }  # fmt: skip
+    }
 
 
 def _show(run_id: str, reports: list[Report]) -> None:
@@ -74,7 +75,7 @@ def _show(run_id: str, reports: list[Report]) -> None:
     for r in reports:
         table.add_row(r.name, "..." + peer_name(r.peer)[-6:], str(r.k), str(r.inner_steps), f"{r.tokens_per_s:.0f}",
                       f"{r.loss:.3f}" if r.loss else "-", r.head.hex()[:12], r.device,
-                      f"{max(0, int(time.time()) - r.at_s)} s ago")  # fmt: skip
+                      f"{max(0, int(time.time()) - r.at_s)} s ago")
     console().print(table)
     if not reports:
         console().print("nobody has reported in the last two minutes; the run may be waiting for its first peers")

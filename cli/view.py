@@ -35,7 +35,7 @@ def describe_round(record: dict[str, Any]) -> str:
     mine = f"{record['inner_steps']} steps of mine" if record["counted"] else "not counted, carried over"
     return (f"round {record['round']:<4} held-out {number('heldout_loss', '.3f')}  training {number('loss', '.3f')}  {share}, "
             f"{mine}  exchange {number('exchange_s', '.1f')} s  sent {in_bytes(record['bytes_sent'])}  "
-            f"head {record['digest'][:12]}")  # fmt: skip
+            f"head {record['digest'][:12]}")
 
 
 class PeerView:

@@ -31,7 +31,7 @@ from p2p_muloco.wire import MAX_ITEMS, Record, integer, many, raw, real
 __all__ = [
     "Checked", "Entry", "Hello", "Law", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start",
     "heavier", "leader_order", "merged_update",
-]  # fmt: skip
+]
 
 MAX_MEMBERS = 64
 RECENT_HEADS = 64

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgpack
 
+from p2p_muloco.addresses import check_address
 from p2p_muloco.errors import ConfigError
 
 __all__ = [
@@ -40,7 +41,7 @@ FORMAT = 1  # of the canonical bytes: changed whenever the same fields would mea
 
 
 def _f(default: Any, text: str, *, low: float | None = None, high: float | None = None,
-       choices: tuple[str, ...] = (), pattern: str = "") -> Any:  # fmt: skip
+       choices: tuple[str, ...] = (), pattern: str = "") -> Any:
     rule = {"text": text, "low": low, "high": high, "choices": choices, "pattern": pattern}
     return field(default=default, metadata=rule)
 
@@ -54,10 +55,10 @@ class RunSection:
     min_peers: int = _f(2, "peers that must be there before the first outer step", low=1, high=1024)
     max_group: int = _f(32, "peers in one all-reduce", low=1, high=64)
     clock: str = _f("time", "'time': rounds are due by the swarm's median speed, a slow peer makes fewer steps; "
-                    "'steps': each peer makes exactly H", choices=("time", "steps"))  # fmt: skip
+                    "'steps': each peer makes exactly H", choices=("time", "steps"))
     window_s: float = _f(10.0, "seconds a leader waits for members that are alive but not ready", low=0.1, high=3600)
     overlap: str = _f("keep", "'keep': train on while the exchange runs and keep that progress; 'off': wait for it",
-                      choices=("keep", "off"))  # fmt: skip
+                      choices=("keep", "off"))
     snapshot_every: int = _f(50, "entries between two states kept on disk for newcomers", low=1, high=100_000)
     owner: str = _f("", "the owner's public key in hex; filled in by `p2p-muloco bootstrap`", pattern=r"([0-9a-f]{64})?")
 
@@ -78,7 +79,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     corpus: str = _f("sotu", "'sotu' (built in: 249 State of the Union addresses) or the name of a local .txt file",
-                     pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # fmt: skip
+                     pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
     sha256: str = _f("", "of the text; filled in from the file", pattern=r"([0-9a-f]{64})?")
     heldout: float = _f(0.05, "share of the text, at its end, that nobody trains on", low=0.001, high=0.5)
 
@@ -88,7 +89,7 @@ class InnerConfig:
     optimizer: str = _f("muon", "of the matrices: 'muon' (MuLoCo) or 'adamw' (DiLoCo)", choices=("muon", "adamw"))
     lr: float = _f(0.02, "peak learning rate; its unit is set by `scale`", low=0.0, high=10.0)
     scale: str = _f("spectral", "'spectral': update = lr sqrt(fan_out/fan_in) U V^T (MuLoCo); "
-                    "'rms': update RMS = 0.2 lr (Moonlight)", choices=("spectral", "rms"))  # fmt: skip
+                    "'rms': update RMS = 0.2 lr (Moonlight)", choices=("spectral", "rms"))
     coefficients: str = _f("muloco", "of the orthogonalisation", choices=("muloco", "polar"))
     momentum: float = _f(0.9, "of Muon", low=0.0, high=0.999)
     adamw_lr_scale: float = _f(1.0, "lr of embeddings, head and gains = lr times this", low=0.0, high=100.0)
@@ -104,11 +105,11 @@ class InnerConfig:
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
     method: str = _f("nesterov", "'nesterov' (MuLoCo, DiLoCo), 'iso_c' or 'isoloco' (model merging)",
-                     choices=("nesterov", "iso_c", "isoloco"))  # fmt: skip
+                     choices=("nesterov", "iso_c", "isoloco"))
     eta: float | str = _f("auto", "outer learning rate, or 'auto': from the effective number of peers", low=0.0, high=10.0)
     mu: float | str = _f("auto", "outer momentum, or 'auto' (with eta)", low=0.0, high=0.999)
     iso_embeddings: str = _f("auto", "flatten the spectra of embedding and head too; 'auto': only if vocabulary >= 4 d_model",
-                             choices=("auto", "always", "never"))  # fmt: skip
+                             choices=("auto", "always", "never"))
 
 
 CODECS = ("fp32", "fp16", "absmax8", "absmax4", "absmax2", "statistical4", "statistical2", "topk")
@@ -172,7 +173,7 @@ class RunConfig:
     def to_bytes(self) -> bytes:
         """Canonical: sections and fields in the order of their names, no field left out."""
         tree = {name: dict(sorted(values.items())) for name, values in sorted(dataclasses.asdict(self).items())}
-        return msgpack.packb((FORMAT, tree))  # type: ignore[no-any-return]
+        return msgpack.packb((FORMAT, tree))
 
     @property
     def hash(self) -> bytes:
@@ -196,7 +197,7 @@ class RunConfig:
         found = []
         if self.codec.up == "topk" and self.outer.mu != 0:
             found.append("codec.up = 'topk' with outer.mu > 0: feedback takes the place of outer momentum in SparseLoCo; "
-                         "set outer.mu = 0.0, outer.eta = 1.0, codec.beta = 0.95")  # fmt: skip
+                         "set outer.mu = 0.0, outer.eta = 1.0, codec.beta = 0.95")
         if self.codec.up in ("absmax2", "statistical2") and self.codec.beta == 0:
             found.append(f"codec.up = {self.codec.up!r} without error feedback loses visibly; set codec.beta = 0.9")
         return found
@@ -242,7 +243,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     if type(value) not in kinds:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} = {value!r}: must be {wanted}, not {type(value).__name__}; write it without quotes"
-                          if isinstance(value, str) else f"{name} = {value!r}: must be {wanted}")  # fmt: skip
+                          if isinstance(value, str) else f"{name} = {value!r}: must be {wanted}")
     return value
 
 
@@ -272,22 +273,22 @@ def _check_pairs(c: RunConfig) -> None:
     model, outer, codec, run = c.model, c.outer, c.codec, c.run
     if model.d_model % (2 * model.n_heads):
         raise ConfigError(f"model.n_heads = {model.n_heads}: model.d_model = {model.d_model} must be a multiple of "
-                          f"2 x n_heads; take n_heads = {max(1, model.d_model // 64)} or another width")  # fmt: skip
+                          f"2 x n_heads; take n_heads = {max(1, model.d_model // 64)} or another width")
     if (outer.eta == "auto") != (outer.mu == "auto"):
         raise ConfigError(f"outer.eta = {outer.eta!r}, outer.mu = {outer.mu!r}: 'auto' sets both; "
-                          "give both numbers or neither")  # fmt: skip
+                          "give both numbers or neither")
     if outer.eta == "auto" and outer.method != "nesterov":
         raise ConfigError(f"outer.eta = 'auto' with outer.method = {outer.method!r}: no study has tabled it yet; "
-                          "give numbers (published at 8 peers: iso_c eta 2.1, mu 0; isoloco eta 1.8, mu 0.8)")  # fmt: skip
+                          "give numbers (published at 8 peers: iso_c eta 2.1, mu 0; isoloco eta 1.8, mu 0.8)")
     if outer.method == "iso_c" and outer.mu != 0:
         raise ConfigError(f"outer.mu = {outer.mu!r} with outer.method = 'iso_c': Iso-C has no momentum; "
-                          "set outer.mu = 0.0 or outer.method = 'isoloco'")  # fmt: skip
+                          "set outer.mu = 0.0 or outer.method = 'isoloco'")
     if codec.down in ("absmax2", "statistical2", "topk"):
         raise ConfigError(f"codec.down = {codec.down!r}: the reducer's encoding has no error feedback and needs at "
-                          "least 4 bits; take absmax4, statistical4, absmax8, fp16 or fp32")  # fmt: skip
+                          "least 4 bits; take absmax4, statistical4, absmax8, fp16 or fp32")
     if run.min_peers > run.max_group:
         raise ConfigError(f"run.min_peers = {run.min_peers} is more than run.max_group = {run.max_group}: "
-                          "the first outer step could never happen; lower min_peers or raise max_group")  # fmt: skip
+                          "the first outer step could never happen; lower min_peers or raise max_group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +331,7 @@ class JoinString:
         wrong = re.search(r"[^A-Za-z0-9_-]", coded)
         if wrong:
             raise ConfigError(f"join string: character {wrong.group()!r} at position {wrong.start() + len(cls.PREFIX) + 1} "
-                              f"can't stand in one; {again}")  # fmt: skip
+                              f"can't stand in one; {again}")
         try:
             raw = base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))
         except binascii.Error:
@@ -359,14 +360,6 @@ class JoinString:
         for address in addresses:
             check_address(address)
         return cls(addresses=tuple(addresses), run_id=run_id, config_hash=config_hash, owner=owner.hex())
-
-
-def check_address(address: Any) -> str:
-    """Return a peer's multiaddr, or raise ConfigError with an example."""
-    shape = r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]{1,255}/(tcp|udp)/\d{1,5}(/quic(-v1)?)?/p2p/[1-9A-HJ-NP-Za-km-z]{20,64}"
-    if not (isinstance(address, str) and re.fullmatch(shape, address)):
-        raise ConfigError(f"address {address!r}: must look like /ip4/203.0.113.7/tcp/31337/p2p/12D3Koo...")
-    return address
 
 
 def _checksum(body: bytes) -> bytes:

@@ -73,7 +73,7 @@ def load_corpus(config: DataConfig, path: Path | None = None) -> Corpus:
     found = hashlib.sha256(text).hexdigest()
     if expected and found != expected:
         raise CorpusError(f"{path or 'the built-in text'} is not the text of data.corpus = {config.corpus!r}: expected "
-                          f"sha256 {expected}, found {found}; give the run's text with --data PATH")  # fmt: skip
+                          f"sha256 {expected}, found {found}; give the run's text with --data PATH")
     return _split(np.frombuffer(text, dtype=np.uint8), config.heldout)
 
 
@@ -129,4 +129,4 @@ def _windows(text: Bytes, starts: npt.NDArray[np.int64], seq_len: int) -> torch.
 def _check_length(text: Bytes, needed: int, side: str) -> None:
     if len(text) < needed:
         raise CorpusError(f"the {side} text has {len(text)} bytes, one window needs {needed} (model.seq_len + 1): "
-                          "give a longer text with --data PATH, or change data.heldout or model.seq_len")  # fmt: skip
+                          "give a longer text with --data PATH, or change data.heldout or model.seq_len")

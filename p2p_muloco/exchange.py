@@ -95,7 +95,7 @@ class LocalNetwork:
     """Members in one process. `choose` may pick which of the pending events comes next, to explore interleavings."""
 
     def __init__(self, latency_s: float = 0.01, faults: Sequence[Fault] = (),
-                 choose: Callable[[int], int] | None = None) -> None:  # fmt: skip
+                 choose: Callable[[int], int] | None = None) -> None:
         self.now = 0.0
         self.latency_s, self.faults, self._choose = latency_s, list(faults), choose
         self.members: dict[bytes, Member] = {}

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import uvloop
 
+from p2p_muloco.addresses import reachable_addresses
 from p2p_muloco.chain import NODE, Law, Tip
 from p2p_muloco.config import RunConfig
 from p2p_muloco.errors import MulocoError, NetworkError, StateUnavailable
@@ -43,7 +44,7 @@ from p2p_muloco.messages import FRAME_BYTES
 from p2p_muloco.packet import Packet
 from p2p_muloco.reports import Report, report_period_s
 from p2p_muloco.snapshot import Store, WantEntry, serve
-from p2p_muloco.swarm import Node, reachable_addresses
+from p2p_muloco.swarm import Node
 from p2p_muloco.wire import Record
 
 __all__ = ["HivemindExchange", "NetworkOptions"]

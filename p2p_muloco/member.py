@@ -140,7 +140,7 @@ class Member:
         if self._gathering is not None or self.attempt is not None:
             return  # it is under way: the trainer had not yet heard of something that made it ask again
         hello = Hello(peer=self.me, head=self.tip.head, k=self.tip.k + 1, h=packet.inner_steps,
-                      pace_mhz=packet.pace_mhz, digest=packet.digest, state=packet.state)  # fmt: skip
+                      pace_mhz=packet.pace_mhz, digest=packet.digest, state=packet.state)
         assert self._packet is None or self._packet == packet
         self._packet, self._hello, self._told_behind = packet, Signed.make(hello, self.identity), False
         self._awake_at = now
@@ -385,7 +385,7 @@ class Member:
             hellos=tuple(row.hello for row in rows), signatures=tuple(row.signature for row in rows),
             modes=modes, rates=tuple(row.rate for row in rows),
             scatter_ms=round(scatter_s * 1e3), gather_ms=round(gather_s * 1e3), confirm_ms=round(confirm_s * 1e3),
-        )  # fmt: skip
+        )
         signed = Signed.make(start, self.identity)
         message = StartMessage(signed.body, signed.signature)
         self.outbox += [(peer, message) for peer in chosen if peer != self.me]

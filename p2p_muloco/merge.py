@@ -22,7 +22,7 @@ POLAR_STEPS: Final[tuple[tuple[float, float, float], ...]] = (
     (8.2393, -22.9971, 16.5291), (4.1196, -2.8746, 0.5165), (4.1194, -2.8746, 0.5165), (4.1187, -2.8744, 0.5166),
     (4.1158, -2.8737, 0.5167), (4.1035, -2.8705, 0.5171), (4.0535, -2.8579, 0.5189), (3.8621, -2.8126, 0.5274),
     (3.1315, -2.3018, 0.4727), (2.1599, -1.5139, 0.3873), (1.8632, -1.2205, 0.3575), (1.875, -1.25, 0.375),
-)  # fmt: skip
+)
 
 
 def counted_weight(h: Sequence[int], inner_steps: int) -> float:
@@ -91,7 +91,7 @@ def iso_c_iterative(d: Tensor) -> Tensor:
     """
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError(f"Iso-C: float32 matmul precision is {torch.get_float32_matmul_precision()!r}, must be "
-                           "'highest'; call torch.set_float32_matmul_precision('highest')")  # fmt: skip
+                           "'highest'; call torch.set_float32_matmul_precision('highest')")
     x = d.reshape(-1, *d.shape[-2:])
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

@@ -11,7 +11,7 @@ from p2p_muloco.wire import Record, integer, many, raw
 __all__ = [
     "EXCHANGING", "FRAME_BYTES", "GATHERING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join",
     "Lacking", "Parts", "Poll", "RecordMessage", "StartMessage", "TipMessage",
-]  # fmt: skip
+]
 
 FRAME_BYTES = 256 * 1024  # parts are bundled up to this size; one larger part makes a larger frame
 TRAINING, GATHERING, EXCHANGING = 0, 1, 2  # what a peer is doing at its head

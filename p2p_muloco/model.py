@@ -144,7 +144,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name in sorted(wanted.keys() | given.keys()):
         if wanted.get(name) != given.get(name):
             raise ValueError(f"weight {name}: the model has {wanted.get(name)}, given was {given.get(name)}; "
-                             "both must come from one model config")  # fmt: skip
+                             "both must come from one model config")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

@@ -17,7 +17,7 @@ from p2p_muloco.config import InnerConfig
 
 __all__ = ["COEFFICIENTS", "EMBEDDINGS", "MuonAdamW", "clip_gradients", "fresh_factor", "is_block_matrix",
            "learning_rate", "orthogonalize", "parameter_groups", "quintic_steps", "schedule_progress",
-           "update_scale"]  # fmt: skip
+           "update_scale"]
 
 EMBEDDINGS: Final = ("embedding.weight", "head.weight")
 
@@ -29,7 +29,7 @@ COEFFICIENTS: Final[Mapping[str, tuple[tuple[float, float, float], ...]]] = {
     # Polar Express (arXiv 2505.16932), the minimax five; no result above 1.141.
     "polar": ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061),
               (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)),
-}  # fmt: skip
+}
 CUSHION: Final[Mapping[str, float]] = {"muloco": 1.0, "polar": 1.02}  # of the input norm; Polar Express, section 3.4
 ADAMW_EPS: Final = 1e-8
 MIN_NORM: Final = 1e-15  # smaller matrices go to zero: fp32 can't square their elements
@@ -85,7 +85,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], optimizer: 
     names = {name for name, _ in matrices} | {name for name, _ in others}
     assert len(names) == len(matrices) + len(others) == len(named), "two parameters share a name"
     groups: list[dict[str, Any]] = [{"params": matrices, "method": optimizer, "matrices": True},
-                                    {"params": others, "method": "adamw", "matrices": False}]  # fmt: skip
+                                    {"params": others, "method": "adamw", "matrices": False}]
     return [group for group in groups if group["params"]]
 
 
@@ -162,7 +162,7 @@ class MuonAdamW(torch.optim.Optimizer):
         shapes, wanted = ({key: tuple(tensor.shape) for key, tensor in side.items()} for side in (saved, live))
         if wrong := [key for key in sorted(shapes.keys() | wanted.keys()) if shapes.get(key) != wanted.get(key)]:
             raise ValueError(f"optimizer state: {wrong[0]} has shape {shapes.get(wrong[0])}, must be "
-                             f"{wanted.get(wrong[0])} ({len(wrong)} such); it belongs to another model")  # fmt: skip
+                             f"{wanted.get(wrong[0])} ({len(wrong)} such); it belongs to another model")
         for key, tensor in live.items():
             tensor.copy_(saved[key])
         for group in self.param_groups:

@@ -89,7 +89,7 @@ class Layout:
             scaled = self.spectral and is_scaled(name, shape, config.flattens_embeddings)
             codecs = (plain, plain) if tiny else (up, down)
             yield [Part(tensor, start + at, start + min(at + step, elements), *codecs, flattened, scaled)
-                   for at in range(0, elements, step)]  # fmt: skip
+                   for at in range(0, elements, step)]
             start += elements
 
     @cached_property

@@ -30,7 +30,7 @@ from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
 __all__ = ["Peer", "PeerNetwork", "choose_device"]
 
 HELDOUT_WINDOWS = 16  # evaluated after each entry
-SEARCH_S = 6.0  # for reports of others when this peer is new: longer than the longest time between two of theirs
+SEARCH_S = 3.0  # for reports of others when this peer is new; whom it misses it meets at the next exchange
 LINGER_S = 15.0  # at the end, for members that still need the last entry
 
 Say = Callable[[str], None]
@@ -79,7 +79,7 @@ class Peer:
         options = NetworkOptions(
             identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
             initial_peers=addresses, announce=self._network.announce, upload_kbps=round(self._network.upload_mbit * 1000),
-        )  # fmt: skip
+        )
         Identity.load_or_create(options.identity_path)
         self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in addresses]
         return HivemindExchange.start(options)
@@ -91,7 +91,7 @@ class Peer:
             config = RunConfig.from_bytes(cached.read_bytes())
             if config.hash != join.config_hash:
                 raise ConfigError(f"--home {self.config.home} holds run {config.run_id}, the join string names {join.run_id}; "
-                                  "give each run its own --home")  # fmt: skip
+                                  "give each run its own --home")
             return config
         for donor in self._donors:
             with contextlib.suppress(StateUnavailable):
@@ -100,7 +100,7 @@ class Peer:
                     write_atomically(cached, lambda path, packed=packed: path.write_bytes(packed))  # type: ignore[misc]
                     return RunConfig.from_bytes(packed)
         raise NetworkError(f"no peer at the known addresses serves run {join.run_id}; is the join string of another run, or "
-                           "has this one ended? ask its owner for a new one")  # fmt: skip
+                           "has this one ended? ask its owner for a new one")
 
     def _build(self) -> None:
         law, peer, config = self.law, self.config, self.law.config
@@ -119,7 +119,7 @@ class Peer:
         self.metrics = JsonLines(peer.home / "metrics.jsonl")
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self.trainer = Trainer(law, state, inner, self.exchange, store, record=self._record, max_rounds=peer.max_rounds,
-                               heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))  # fmt: skip
+                               heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))
         for checked in resumed[1] if resumed else []:
             self.trainer.commit(checked)
         inner.cursor = self.trainer.total_steps = self._read_cursor()
@@ -147,7 +147,7 @@ class Peer:
             inner_steps=trainer.total_steps, tokens_total=trainer.total_steps * self.law.config.tokens_per_step,
             tokens_per_s=float(rate), loss=min(float(loss), 1e6), device=str(self.device), version=__version__,
             at_s=int(time.time()),
-        ))  # fmt: skip
+        ))
 
     def catch_up(self) -> None:
         """Take part in the protocol, and stand where the swarm stands before the first step."""

@@ -85,7 +85,7 @@ class SpanReducer:
         return SpanRecord(
             start=self.start.group, span=self.span.index, digest=digest, counts=counts, reasons=tuple(self.reasons),
             ratio_sum=self.ratio_sum, ratio_count=self.ratio_count,
-        )  # fmt: skip
+        )
 
     def _reduce_ready(self) -> None:
         while self._pieces:

@@ -26,7 +26,7 @@ IDLE_S = 0.05
 
 
 def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: Corpus, home: Path, *,
-                  record: RecordSink = lambda record: None, max_rounds: int | None = None) -> Trainer:  # fmt: skip
+                  record: RecordSink = lambda record: None, max_rounds: int | None = None) -> Trainer:
     """One worker on a local network, from the run's first weights."""
     config, state = law.config, genesis_state(law)
     store = Store(home, law.layout, config.to_bytes())
@@ -38,7 +38,7 @@ def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: C
 
 
 def run_swarm(network: LocalNetwork, trainers: Sequence[Trainer], step_s: Sequence[float],
-              on_step: Callable[[], None] = lambda: None) -> None:  # fmt: skip
+              on_step: Callable[[], None] = lambda: None) -> None:
     """Let all trainers run until each has finished or its peer was killed."""
     due = [(0.0, i) for i in range(len(trainers))]
     heapq.heapify(due)

@@ -30,7 +30,7 @@ from p2p_muloco.packet import Layout
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
 __all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "WantManifest", "WantRun", "fetch_entry",
-           "fetch_state", "serve", "state_digest", "write_atomically"]  # fmt: skip
+           "fetch_state", "serve", "state_digest", "write_atomically"]
 
 CHUNK_BYTES = 4 * 2**20
 KEPT_SNAPSHOTS = 2
@@ -88,8 +88,8 @@ class State:
 
 def state_digest(anchor: Tensor, momentum: Tensor) -> bytes:
     """sha256(anchor | momentum), 32 bytes; about 1 s a gigabyte."""
-    total = hashlib.sha256(anchor.numpy())
-    total.update(momentum.numpy())
+    total = hashlib.sha256(anchor.numpy().data)
+    total.update(momentum.numpy().data)
     return total.digest()
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgpack
@@ -41,7 +39,7 @@ from p2p_muloco.reports import (
 from p2p_muloco.snapshot import pack_request, read_request
 from p2p_muloco.wire import Record, read_frame, write_frame
 
-__all__ = ["Node", "check_listen", "reachable_addresses"]
+__all__ = ["Node"]
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def _guard_daemon() -> subprocess.Popen[bytes]:
     assert daemons, "p2pd runs as a child of this process"
     return subprocess.Popen(["/bin/sh", "-c", 'read _; kill -9 "$@"', "p2p-muloco-guard", *daemons],
                             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                            start_new_session=True)  # fmt: skip
+                            start_new_session=True)
 
 
 class _Link:
@@ -151,7 +149,7 @@ class Node:
 
     @classmethod
     async def start(cls, identity_path: Path, run_id: str, listen: Sequence[str], initial_peers: Sequence[str] = (), *,
-                    announce: Sequence[str] = (), dht_client: bool = False) -> Node:  # fmt: skip
+                    announce: Sequence[str] = (), dht_client: bool = False) -> Node:
         """Start the daemon and enter the DHT; raise NetworkError that names the address or port that failed."""
         identity = Identity.load_or_create(identity_path)
         public = not all("127.0.0.1" in address for address in listen)
@@ -160,7 +158,7 @@ class Node:
                 initial_peers=list(initial_peers) or None, host_maddrs=list(listen), announce_maddrs=list(announce) or None,
                 identity_path=str(identity_path), check_if_identity_free=False, dht_mode="client" if dht_client else "server",
                 nat_port_map=public, auto_nat=public, startup_timeout=30,
-            )  # fmt: skip
+            )
         except P2PDaemonError as error:
             raise NetworkError(f"the network daemon did not start: {error}") from None
         assert p2p.peer_id.to_bytes() == identity.peer_id
@@ -169,7 +167,7 @@ class Node:
             dht = await DHTNode.create(
                 p2p=p2p, initial_peers=list(initial_peers) or None, client_mode=dht_client, strict=False,
                 record_validator=ReportsOnly(), wait_timeout=5.0,
-            )  # fmt: skip
+            )
         except Exception as error:
             await p2p.shutdown()
             guard.kill()
@@ -284,49 +282,3 @@ class Node:
         """Multiaddrs of peers this one is connected to, to meet them again after a restart."""
         peers = await self.p2p.list_peers()
         return [f"{addr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for addr in peer.addrs]
-
-
-def check_listen(text: str) -> str:
-    """The multiaddr of HOST:PORT; raise NetworkError if the port is taken or the host is not this machine's."""
-    host, colon, port_text = text.rpartition(":")
-    try:
-        port = int(port_text)
-        version = ipaddress.ip_address(host).version
-        if not colon or not 0 <= port <= 65535:
-            raise ValueError
-    except ValueError:
-        raise NetworkError(f"--listen {text!r}: must be HOST:PORT with an IP address, such as 0.0.0.0:31337") from None
-    with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            raise NetworkError(f"--listen {text}: {error.strerror}; stop what uses it, or take another, such as "
-                               f"{host}:{port + 1 if port < 65535 else 31337}") from None  # fmt: skip
-    return f"/ip{version}/{host}/tcp/{port}"
-
-
-async def reachable_addresses(addresses: Iterable[str], timeout_s: float = 4.0) -> list[str]:
-    """Those multiaddrs whose TCP port answers; raise NetworkError that says of each why it doesn't."""
-
-    async def probe(address: str) -> tuple[str, str]:
-        _, _, host, _, port, *_ = address.split("/")
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
-            writer.close()
-            return address, ""
-        except TimeoutError:
-            return address, f"{host}:{port} did not answer in {timeout_s:.0f} s"
-        except OSError as error:
-            return address, f"{host}:{port}: {error.strerror or error}"
-
-    results = await asyncio.gather(*map(probe, dict.fromkeys(addresses)))
-    good = [address for address, trouble in results if not trouble]
-    if results and not good:
-        tried = "; ".join(trouble for _, trouble in results)
-        raise NetworkError(f"no peer of the run can be reached ({tried}); check your connection, or ask for a newer join "
-                           "string, or give a running peer's address with --initial-peer")  # fmt: skip
-    return good
-
-

@@ -75,7 +75,7 @@ class InnerLoop:
     """Model, inner optimizer and place in the text: takes single inner steps, knows nothing of peers."""
 
     def __init__(self, law: Law, model: GPT, stream: Stream, *, micro_batch: int | None = None,
-                 compiled: bool = False) -> None:  # fmt: skip
+                 compiled: bool = False) -> None:
         self.law, self.model, self.stream = law, model, stream
         self.optimizer = MuonAdamW(model.named_parameters(), law.config.inner)
         self.device = next(model.parameters()).device
@@ -142,7 +142,7 @@ class Trainer:
 
     def __init__(self, law: Law, state: State, inner: InnerLoop, exchange: Exchange, store: Store, *,
                  heldout: Tensor | None = None, record: RecordSink = lambda record: None,
-                 max_rounds: int | None = None) -> None:  # fmt: skip
+                 max_rounds: int | None = None) -> None:
         self.law, self.state, self.inner, self.exchange, self.store = law, state, inner, exchange, store
         self.heldout, self.record, self.max_rounds = heldout, record, max_rounds
         self.residual = torch.zeros_like(state.anchor)
@@ -278,7 +278,8 @@ class Trainer:
             case Failed():
                 if self._round is not None:
                     self._round.retry_at = outcome.retry_at
-                self.record({"event": "failed", "round": self.state.tip.k + 1, "reason": outcome.reason})
+                if not self._withdrawn:
+                    self.record({"event": "failed", "round": self.state.tip.k + 1, "reason": outcome.reason})
             case Behind():
                 if self._round is not None:
                     self._round.retry_at = self.exchange.now()
@@ -346,7 +347,7 @@ class Trainer:
             "exchange_s": round(self.exchange.now() - round_.begun_at, 3) if round_ else None,
             "bytes_sent": sent, "bytes_received": received, "packet_bytes": packed.up_bytes,
             "span_bytes": sum(packed.up_offsets[s.stop] - packed.up_offsets[s.first] for s in own),
-        }  # fmt: skip
+        }
 
     def _check_agreement(self, checked: Checked) -> None:
         """Members state what they stepped from; if most hold another anchor under this head, say so loudly."""

@@ -32,7 +32,7 @@ def identity(i: int) -> Identity:
 
 def law(shapes: dict[str, tuple[int, ...]] | None = None, *, up: str = "absmax4", down: str = "absmax4",
         method: str = "nesterov", min_peers: int = 1, inner_steps: int = 8, part_elements: int = 1024,
-        window_s: float = 5.0, max_group: int = 32) -> Law:  # fmt: skip
+        window_s: float = 5.0, max_group: int = 32) -> Law:
     mu = 0.0 if method == "iso_c" else 0.5
     config = RunConfig(
         run=RunSection(inner_steps=inner_steps, min_peers=min_peers, window_s=window_s, max_group=max_group),
@@ -54,7 +54,7 @@ class Swarm:
     """n members with one random packet each, on one network."""
 
     def __init__(self, law: Law, n: int, *, rates: Sequence[int] = (), h: Sequence[int] = (),
-                 faults: Sequence[Fault] = (), tip: Tip | None = None, network: LocalNetwork | None = None) -> None:  # fmt: skip
+                 faults: Sequence[Fault] = (), tip: Tip | None = None, network: LocalNetwork | None = None) -> None:
         self.law = law
         self.network = network or LocalNetwork(faults=faults)
         self.h = list(h) or [8] * n
@@ -79,7 +79,7 @@ def established(law: Law, n: int, tokens: int = 100) -> Tip:
     peers = tuple(sorted(identity(i).peer_id for i in range(n)))
     head = b"\x01" * 32
     return dataclasses.replace(law.genesis, k=1, head=head, members=peers, tokens=tokens, last_tokens=tokens,
-                               weight=8 * n, period_ms=1000, recent=(law.genesis.head, head))  # fmt: skip
+                               weight=8 * n, period_ms=1000, recent=(law.genesis.head, head))
 
 
 @dataclasses.dataclass
@@ -110,7 +110,7 @@ class Driver:
         self._packets: dict[tuple[int, int], Packet] = {}
         zeros = [torch.zeros(swarm.law.layout.n_elements) for _ in range(2)]
         self.peers = [Peer(m.tip, *[z.clone() for z in zeros], retry_at=self.network.now + late)
-                      for m, late in zip(swarm.members, late_s, strict=True)]  # fmt: skip
+                      for m, late in zip(swarm.members, late_s, strict=True)]
 
     def live(self) -> list[int]:
         return self.swarm.alive()

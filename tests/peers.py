@@ -36,7 +36,7 @@ batch_size = 4
 
 def cli(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "p2p_muloco.cli.main", *arguments], capture_output=True, text=True,
-                          timeout=timeout_s, check=False)  # fmt: skip
+                          timeout=timeout_s, check=False)
 
 
 class PeerProcess:
@@ -44,7 +44,7 @@ class PeerProcess:
         self.home, self.log = home, home.with_suffix(".log")
         with open(self.log, "w") as file:
             self.process = subprocess.Popen([sys.executable, "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
-                                            stderr=file, text=True, start_new_session=True)  # fmt: skip
+                                            stderr=file, text=True, start_new_session=True)
 
     def rounds(self) -> list[dict[str, Any]]:
         return [r for r in read_json_lines(self.home / "metrics.jsonl") if r["event"] == "round"]
@@ -68,7 +68,7 @@ class Stage:
     """One test's run: a bootstrap node, peers, and nothing left behind."""
 
     def __init__(self, folder: Path, *, min_peers: int = 2, inner_steps: int = 8, budget: int = 10**9,
-                 clock: str = "time") -> None:  # fmt: skip
+                 clock: str = "time") -> None:
         self.folder = folder
         self.processes: list[PeerProcess] = []
         (folder / "run.toml").write_text(RUN.format(min_peers=min_peers, inner_steps=inner_steps, budget=budget, clock=clock))
@@ -85,7 +85,7 @@ class Stage:
 
     def join(self, name: str, *more: str) -> PeerProcess:
         return self._start(name, "join", self.join_string, "--home", str(self.folder / name), "--name", name, "--threads", "1",
-                           "--device", "cpu", "--listen", "127.0.0.1:0", *more)  # fmt: skip
+                           "--device", "cpu", "--listen", "127.0.0.1:0", *more)
 
     def until(self, what: str, condition: Callable[[], bool], limit_s: float = 90.0) -> float:
         """Wait for what real processes do; return the seconds it took."""

@@ -84,7 +84,7 @@ def rehelloed(checked: Checked, index: int = 0, **changes: object) -> Entry:
     start = checked.start.start
     hellos = (*start.hellos[:index], signed.body, *start.hellos[index + 1 :])
     return restarted(checked, hellos=hellos, signatures=(*start.signatures[:index], signed.signature,
-                                                         *start.signatures[index + 1 :]))  # fmt: skip
+                                                         *start.signatures[index + 1 :]))
 
 
 def other_signer(checked: Checked) -> Identity:
@@ -139,7 +139,7 @@ TAMPERINGS: dict[str, Callable[[Checked], Entry]] = {
     "a span too few": lambda c: dataclasses.replace(c.entry, records=c.entry.records[1:], data=c.entry.data[1:]),
     "data too few": lambda c: dataclasses.replace(c.entry, data=c.entry.data[1:]),
     "not a number, signed": lambda c: nan_signed(c),
-}  # fmt: skip
+}
 
 
 def restarted_by(checked: Checked, who: Identity) -> Entry:
@@ -193,10 +193,10 @@ def test_the_tip_by_hand() -> None:
     driver, tip = committed(run_law, h=(8, 6, 3))
     checked = driver.peers[0].entries[2]
     spans = tuple(dataclasses.replace(span, first=at, stop=stop)
-                  for span, (at, stop) in zip(checked.start.spans[:2], ((0, 1), (1, 4)), strict=True))  # fmt: skip
+                  for span, (at, stop) in zip(checked.start.spans[:2], ((0, 1), (1, 4)), strict=True))
     hs = [hello.h for hello in checked.start.hellos]
     records = (dataclasses.replace(checked.records[0], counts=(1, 1, 0)),
-               dataclasses.replace(checked.records[1], counts=(3, 0, 0)))  # fmt: skip
+               dataclasses.replace(checked.records[1], counts=(3, 0, 0)))
     partial = Checked(checked.entry, dataclasses.replace(checked.start, spans=spans), records, b"\x09" * 32)
     after = advance(run_law, tip, partial)
     tokens_a_step = run_law.config.inner.batch_size * run_law.config.model.seq_len
@@ -263,7 +263,7 @@ def test_a_number_in_the_place_of_bytes_allocates_nothing(case: tuple[Law, Tip, 
     entry = case[2].entry
     rows = [(r.body, r.signature) for r in entry.records]
     for bad in ((2**40, entry.start.signature, rows, entry.data), (entry.start.body, b"", rows, [2**40]),
-                (entry.start.body, b"", [(2**40, 2**40)], entry.data)):  # fmt: skip
+                (entry.start.body, b"", [(2**40, 2**40)], entry.data)):
         with pytest.raises(BadPacket):
             Entry.unpack(msgpack.packb(bad), 10**6)
 

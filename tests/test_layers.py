@@ -10,6 +10,7 @@ import p2p_muloco
 PACKAGE = Path(p2p_muloco.__file__).parent
 LAYERS = [
     {"errors"},
+    {"addresses"},
     {"config", "identity", "wire", "metrics", "home"},
     {"muon", "outer", "codec"},
     {"merge", "model", "data"},

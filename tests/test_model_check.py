@@ -3,9 +3,9 @@
 `LocalNetwork(choose=...)` with no latency makes all messages in flight due at once, so a schedule is a list of choices;
 a run is repeated from its choices alone. What is covered, for one entry of two parts:
 
-    two members     every order in which two links can deliver (each link first in, first out), without a fault and with
-                    one crash or duplicate at each message: a complete search, states met before are not entered again
-    three members   the same search without a fault, cut off at a number of states that is printed by the assertion;
+    two members     every order of delivery, links not kept in order, without a fault and with one crash, duplicate or
+                    delay at each message: a complete search; states met before are not entered again
+    three members   the same search without a fault and links kept in order, cut off at a number of states;
                     then every schedule that deviates once from the plain order (any message overtakes all others, links
                     not kept in order), without a fault and, sampled, with a crash, delay or duplicate at each message
     up to three     random schedules with every kind of fault at random messages
@@ -39,6 +39,7 @@ class World(LocalNetwork):
     def __init__(self, pick: Callable[[World, list[Any]], int], *faults: Fault, fifo: bool = False) -> None:
         super().__init__(latency_s=0.0, faults=faults, choose=lambda n: 0)
         self.pick_next, self.fifo = pick, fifo
+        self.driver: Driver | None = None
 
     def _pick(self, due: list[Any]) -> Any:
         allowed = list({(e.sender, e.to): e for e in reversed(due)}.values()) if self.fifo else due
@@ -53,7 +54,7 @@ class World(LocalNetwork):
 def play(n: int, pick: Callable[[World, list[Any]], int], *faults: Fault, fifo: bool = False) -> Driver:
     """One schedule to its end; all invariants hold."""
     world = World(pick, *faults, fifo=fifo)
-    driver = Driver(Swarm(LAW, n, tip=TIPS[n], network=world))
+    driver = world.driver = Driver(Swarm(LAW, n, tip=TIPS[n], network=world))
     assert driver.run(2, 60.0 + 2 * longest_exchange_s(LAW)), "a hang"
     assert_agree(driver)
     return driver
@@ -66,7 +67,7 @@ class Seen(Exception):
 def frozen(value: Any) -> Any:
     """A hashable picture of a state: all that decides what happens next."""
     if isinstance(value, dict):
-        return frozenset((frozen(k), frozen(v)) for k, v in value.items())
+        return tuple((frozen(k), frozen(v)) for k, v in value.items())
     if isinstance(value, set | frozenset):
         return frozenset(map(frozen, value))
     if isinstance(value, list | tuple):
@@ -83,16 +84,19 @@ def frozen(value: Any) -> Any:
 
 
 def picture(world: World) -> int:
-    """Members, and what is in flight on each link in its order; times are all zero until a timer runs."""
+    """Members, trainers, and what is in flight on each link in its order."""
+    assert world.driver is not None
+    trainers = [(peer.tip.head, peer.retry_at, len(peer.outcomes)) for peer in world.driver.peers]
     flights: dict[tuple[bytes, bytes], list[Any]] = {}
     for event in sorted(world._events):
-        flights.setdefault((event.sender, event.to), []).append((event.at, event.frame))
+        flights.setdefault((event.sender, event.to), []).append((event.at, event.frame or b""))
     members = tuple(frozen(vars(member)) for member in world.members.values())
     # `nth` of a fault counts messages, so how many were sent is part of the state while a fault is to come
-    return hash((world.now, members, frozen(flights), frozen(world._dead), frozen(world._sent) if world.faults else ()))
+    flying = tuple(sorted(frozen(flights)))
+    return hash((world.now, members, tuple(trainers), flying, frozen(world._dead), frozen(world._sent) if world.faults else ()))
 
 
-def search(n: int, *faults: Fault, max_states: int) -> tuple[int, int, bool]:
+def search(n: int, *faults: Fault, max_states: int, fifo: bool = False) -> tuple[int, int, bool]:
     """Depth first over all schedules: (states, ends, whether none was left out)."""
     seen: set[int] = set()
     stack: list[list[int]] = [[]]
@@ -115,7 +119,7 @@ def search(n: int, *faults: Fault, max_states: int) -> tuple[int, int, bool]:
             return choice
 
         try:
-            play(n, pick, *faults, fifo=True)
+            play(n, pick, *faults, fifo=fifo)
             ends += 1
         except Seen:
             pass
@@ -134,7 +138,7 @@ def faults_at_every_message(n: int, *kinds: tuple[str, float]) -> Iterator[Fault
 
 def test_two_members_all_schedules_without_a_fault() -> None:
     states, ends, complete = search(2, max_states=20_000)
-    assert complete and states > 50 and ends >= 1, (states, ends)
+    assert complete and states > 20 and ends >= 1, (states, ends)
 
 
 @pytest.mark.parametrize("kind", ["kill", "duplicate"])
@@ -152,7 +156,7 @@ def test_two_members_all_schedules_with_a_delay_at_each_message() -> None:
 
 
 def test_three_members_schedules_up_to_a_bound() -> None:
-    states, ends, _ = search(3, max_states=1_500)
+    states, ends, _ = search(3, max_states=1_500, fifo=True)
     assert states >= 1_500 and ends >= 1, (states, ends)
 
 
@@ -199,7 +203,7 @@ def test_three_members_a_fault_and_an_overtaking(kind: str, seconds: float) -> N
 def test_random_schedules_with_any_fault(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [("kill", 0.0), ("delay", 4.0), ("delay", 12.0), ("duplicate", 0.0), ("duplicate", 12.0), ("drop", 0.0),
-             ("freeze", 4.0), ("freeze", 12.0)]  # fmt: skip
+             ("freeze", 4.0), ("freeze", 12.0)]
     for _ in range(100):
         n, (kind, seconds) = rng.choice([2, 3]), rng.choice(kinds)
         play(n, lambda world, allowed: rng.randrange(len(allowed)), Fault(kind, rng.randrange(n), rng.randrange(25), seconds))

@@ -306,7 +306,7 @@ def test_clip_leaves_what_is_not_finite(bad: float) -> None:
 def test_learning_rate_by_hand() -> None:
     inner = InnerConfig(lr=0.02, warmup=0.1, final_lr=0.1)
     points = {0.0: 0.0, 0.05: 0.01, 0.1: 0.02, 0.55: 0.02 * (0.1 + 0.9 * 0.5), 1.0: 0.002,
-              0.4: 0.02 * (0.1 + 0.9 * 0.75)}  # fmt: skip
+              0.4: 0.02 * (0.1 + 0.9 * 0.75)}
     for progress, lr in points.items():
         assert learning_rate(inner, progress) == pytest.approx(lr, rel=1e-12, abs=1e-15)
     assert learning_rate(InnerConfig(lr=0.02, warmup=0.0), 0.0) == 0.02

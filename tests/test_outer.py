@@ -120,7 +120,7 @@ def grid(*values: float) -> tuple[float, ...]:
     ("muon", 1, 0.7, 0.6), ("muon", 8, 0.9, 0.8), ("muon", 16, 1.0, 0.9), ("muon", 64, 1.0, 0.9),
     ("muon", 2, 0.7 + 0.2 / 3, 0.6 + 0.2 / 3), ("muon", 4, 0.7 + 0.4 / 3, 0.6 + 0.4 / 3),
     ("adamw", 1, 0.7, 0.8), ("adamw", 4, 0.7 + 0.4 / 3, 0.8 + 0.2 / 3), ("adamw", 8, 0.9, 0.9), ("adamw", 16, 1.0, 0.9),
-])  # fmt: skip
+])
 def test_auto_rates_by_hand(optimizer: str, n: int, eta: float, mu: float) -> None:
     assert eta_mu(AUTO, optimizer, [30] * n, LATE) == grid(eta, mu)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from peers import Stage, cli, stage
 
 from p2p_muloco.config import JoinString, RunConfig
-from peers import Stage, cli, stage
 
 pytestmark = pytest.mark.processes
 
@@ -106,7 +106,7 @@ def test_a_killed_bootstrap_node_leaves_nothing_and_starts_again_as_itself(tmp_p
         s.until("its daemon has ended", lambda: not any(c.is_running() for c in children), 5.0)
         port = JoinString.parse(s.join_string).addresses[0].split("/")[4]
         again = s._start("again", "bootstrap", str(tmp_path / "run.toml"), "--listen", f"127.0.0.1:{port}", "--home",
-                         str(tmp_path / "bootstrap"))  # fmt: skip
+                         str(tmp_path / "bootstrap"))
         assert again.process.stdout is not None
         assert again.process.stdout.readline().strip() == s.join_string
 
@@ -132,7 +132,7 @@ def test_each_wrong_input_is_one_line_with_the_remedy(one_stage: Stage, tmp_path
         taken.listen()
         port = taken.getsockname()[1]
         unreachable = JoinString(addresses=(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id}",), run_id=good.run_id,
-                                 config_hash=good.config_hash)  # fmt: skip
+                                 config_hash=good.config_hash)
         other = RunConfig().hash
         unknown = JoinString(addresses=good.addresses, run_id=RunConfig().run_id, config_hash=other)
         misspelt = tmp_path / "run.toml"

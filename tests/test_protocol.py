@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from kit import VECTORS, Driver, Swarm, assert_agree, established, identity, law, packet, vector
 
 from p2p_muloco.allreduce import Attempt, Lost
 from p2p_muloco.chain import Hello, Signed, SpanRecord, Start, advance, check_start, leader_order
@@ -37,13 +38,12 @@ from p2p_muloco.messages import (
     TipMessage,
 )
 from p2p_muloco.wire import Record
-from kit import VECTORS, Driver, Swarm, assert_agree, established, identity, law, packet, vector
 
 H = [8, 8, 5, 1, 8, 7, 16, 3, 9]
 RATES = [20_000, 5_000, 100_000, 20_000, 1_000, 700, 20_000, 20_000, 8_000]
 KINDS_OF_FAULT = [("kill", 0.0), ("freeze", 1.0), ("freeze", 4.0), ("freeze", 12.0), ("freeze", 60.0), ("delay", 4.0),
                   ("delay", 12.0), ("delay", 60.0), ("drop", 0.0), ("corrupt", 0.0), ("duplicate", 0.0),
-                  ("duplicate", 12.0)]  # fmt: skip
+                  ("duplicate", 12.0)]
 
 
 def run(n: int, *faults: Fault, genesis: bool = False, entries: int = 2, limit_s: float = 120.0) -> Driver:
@@ -102,7 +102,7 @@ def test_two_faults_neither_hang_nor_split_when_nobody_is_cut_off(seed: int) -> 
     for _ in range(20):
         n = rng.randint(2, 6)
         faults = [Fault(rng.choice(["kill", "drop", "duplicate"]), rng.randrange(n), rng.randrange(40), rng.choice([0, 7.0]))
-                  for _ in range(2)]  # fmt: skip
+                  for _ in range(2)]
         run(n, *faults)
 
 
@@ -159,7 +159,7 @@ def test_a_newcomer_at_genesis_replays_and_joins() -> None:
     swarm.exchanges.append(LocalExchange(driver.network, late))
     zeros = [torch.zeros(run_law.layout.n_elements) for _ in range(2)]
     driver.peers.append(dataclasses.replace(driver.peers[0], tip=run_law.genesis, anchor=zeros[0], momentum=zeros[1],
-                                            entries={}, outcomes=[], retry_at=driver.network.now))  # fmt: skip
+                                            entries={}, outcomes=[], retry_at=driver.network.now))
     assert driver.run(4, 60.0)
     for peer in driver.peers[:3]:  # the others still train when the newcomer, level now, is ready
         peer.retry_at = driver.network.now + 1.0
@@ -269,7 +269,7 @@ def test_a_start_with_endless_deadlines_or_of_a_stranger_is_refused() -> None:
     rows = [hellos[peer] for peer in sorted(hellos)]
     good = Start(leader=leader, head=tip.head, k=2, attempt=0, hellos=tuple(r.body for r in rows),
                  signatures=tuple(r.signature for r in rows), modes=(1, 1, 1), rates=(9, 9, 9), scatter_ms=5000,
-                 gather_ms=10_000, confirm_ms=15_000)  # fmt: skip
+                 gather_ms=10_000, confirm_ms=15_000)
     third = leader_order(tip.head, tip.members)[2]
     for start in (dataclasses.replace(good, confirm_ms=2**31), dataclasses.replace(good, leader=third)):
         signed = Signed.make(start, ids[start.leader])
@@ -394,7 +394,7 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
         Averaged(group, n, n, n + 1, rng.randbytes(256)), RecordMessage(group, rng.randbytes(50), rng.randbytes(64)),
         Confirm(group, rng.randbytes(32)), Fetch(group, n), Lacking(group, n), Abandon(group),
-    ])  # fmt: skip
+    ])
 
 
 @pytest.mark.parametrize("seed", range(8))

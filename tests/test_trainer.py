@@ -30,25 +30,25 @@ def corpus() -> Corpus:
     return CORPUS[0]
 
 
-def law(n: int = 1, rounds: int = 3, *, inner_steps: int = 4, overlap: str = "off", clock: str = "steps", up: str = "statistical4",
-        beta: float = 0.9, method: str = "nesterov", snapshot_every: int = 2, min_peers: int = 0, **outer: Any) -> Law:  # fmt: skip
+def law(n: int = 1, rounds: int = 3, *, inner_steps: int = 4, overlap: str = "off", clock: str = "steps",
+        up: str = "statistical4", beta: float = 0.9, method: str = "nesterov", snapshot_every: int = 2, min_peers: int = 0, **outer: Any) -> Law:
     model = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, seq_len=16)
     inner = InnerConfig(batch_size=2)
     config = RunConfig(
-        run=RunSection(inner_steps=inner_steps, min_peers=min_peers or n, token_budget=n * rounds * inner_steps * 2 * 16, clock=clock,
-                       overlap=overlap, snapshot_every=snapshot_every, window_s=5.0),
+        run=RunSection(inner_steps=inner_steps, min_peers=min_peers or n, token_budget=n * rounds * inner_steps * 2 * 16,
+                       clock=clock, overlap=overlap, snapshot_every=snapshot_every, window_s=5.0),
         model=model, inner=inner, outer=OuterConfig(method=method, **outer),
         codec=CodecConfig(up=up, beta=beta, part_elements=1024),
-    )  # fmt: skip
+    )
     return Law.of(config)
 
 
 def swarm(law: Law, n: int, folder: Path, *, faults: Sequence[Fault] = (), records: list[dict[str, Any]] | None = None,
-          step_s: Sequence[float] = ()) -> list[Trainer]:  # fmt: skip
+          step_s: Sequence[float] = ()) -> list[Trainer]:
     network = LocalNetwork(faults=faults)
     sink = records.append if records is not None else lambda record: None
     trainers = [local_trainer(law, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i), record=sink)
-                for i in range(n)]  # fmt: skip
+                for i in range(n)]
     run_swarm(network, trainers, step_s or [0.05] * n)
     return trainers
 
@@ -184,7 +184,7 @@ def test_counted_once_progress_and_residual(tmp_path: Path) -> None:
     assert torch.allclose(trainer.state.anchor, anchor - 0.5 * d, atol=1e-7)
     assert torch.equal(flat_weights(trainer.inner.model), theta_now - theta_begin + trainer.state.anchor)
     said = torch.cat([l.layout.decode_up(i, p) for i, p in
-                      enumerate(l.layout.up_parts(0, len(l.layout.parts), exchange.begun[0].payload))])  # fmt: skip
+                      enumerate(l.layout.up_parts(0, len(l.layout.parts), exchange.begun[0].payload))])
     assert torch.equal(trainer.residual, (anchor - theta_begin) - said)
     assert trainer.steps == 1 and trainer.rounds == 1
 
@@ -224,7 +224,7 @@ def test_a_failed_attempt_changes_nothing_and_the_same_packet_goes_again(tmp_pat
 
 def test_past_4h_uncommitted_steps_the_rate_is_held_low(tmp_path: Path) -> None:
     l = law(1, rounds=99, overlap="keep", clock="time")  # noqa: E741
-    trainer, exchange = scripted(l, tmp_path)
+    trainer, _ = scripted(l, tmp_path)
     while trainer.total_steps < 15:
         trainer.advance()
     normal = trainer._lr()
@@ -292,7 +292,7 @@ def test_error_feedback_carries_what_packets_could_not_say(tmp_path: Path) -> No
             learned += trainer.state.anchor - round_.theta_begin
             payload = round_.packet.payload
             said += torch.cat([l.layout.decode_up(i, p) for i, p in
-                               enumerate(l.layout.up_parts(0, len(l.layout.parts), payload))])  # fmt: skip
+                               enumerate(l.layout.up_parts(0, len(l.layout.parts), payload))])
             trainer.on_outcome(outcome)
         else:
             trainer.advance()

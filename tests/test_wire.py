@@ -35,7 +35,7 @@ from p2p_muloco.wire import Record, integer, many, raw, read_frame, real, text, 
 HASH, PEER, SIGNATURE = b"\x11" * 32, b"\x22" * 38, b"\x33" * 64
 HELLO = Hello(peer=PEER, head=HASH, k=3, h=8, pace_mhz=1000, digest=HASH, state=HASH)
 START = Start(leader=PEER, head=HASH, k=3, attempt=0, hellos=(HELLO.pack(),) * 2, signatures=(SIGNATURE,) * 2,
-              modes=(0, 1), rates=(5, 10**7), scatter_ms=5, gather_ms=6, confirm_ms=2**31)  # fmt: skip
+              modes=(0, 1), rates=(5, 10**7), scatter_ms=5, gather_ms=6, confirm_ms=2**31)
 TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, period_ms=100, recent=(HASH,))
 RECORDS: list[Record] = [
     HELLO, START, TIP,
@@ -43,7 +43,7 @@ RECORDS: list[Record] = [
     Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b""), Join(HELLO.pack(), SIGNATURE, 1, 1),
     StartMessage(START.pack(), SIGNATURE), Parts(HASH, 0, 2**24, b"data"), Averaged(HASH, 63, 5, 6, b""),
     RecordMessage(HASH, b"body", SIGNATURE), Confirm(HASH, HASH), Fetch(HASH, 0), Lacking(HASH, 1), Abandon(HASH),
-]  # fmt: skip
+]
 FRAMED = [record for record in RECORDS if type(record).KIND in KINDS]
 
 
@@ -127,7 +127,7 @@ anything: st.SearchStrategy[Any] = st.recursive(
               st.text(max_size=10)),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=400, deadline=None)
@@ -175,12 +175,12 @@ def test_damaged_configs(packed: bytes) -> None:
 
 
 JOIN = str(JoinString(addresses=("/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWGRUaJ4hB6W7jVZqW4rZ1bq9xQ5Uu6mZ8Z6hQvQ9Zk3aB",),
-                      run_id="my-run-" + HASH.hex()[:12], config_hash=HASH))  # fmt: skip
+                      run_id="my-run-" + HASH.hex()[:12], config_hash=HASH))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(max_size=60), st.text(max_size=60).map("muloco1".__add__),
-                 damaged(JOIN.encode()).map(lambda b: b.decode(errors="replace"))))  # fmt: skip
+                 damaged(JOIN.encode()).map(lambda b: b.decode(errors="replace"))))
 def test_damaged_join_strings(given_text: str) -> None:
     try:
         join = JoinString.parse(given_text)
