@@ -31,7 +31,8 @@ def corpus() -> Corpus:
 
 
 def law(n: int = 1, rounds: int = 3, *, inner_steps: int = 4, overlap: str = "off", clock: str = "steps",
-        up: str = "statistical4", beta: float = 0.9, method: str = "nesterov", snapshot_every: int = 2, min_peers: int = 0, **outer: Any) -> Law:
+        up: str = "statistical4", beta: float = 0.9, method: str = "nesterov", snapshot_every: int = 2, min_peers: int = 0,
+        **outer: Any) -> Law:
     model = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, seq_len=16)
     inner = InnerConfig(batch_size=2)
     config = RunConfig(
