@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 START_S = 60.0  # for daemon and DHT to start; an unreachable address is named after 4 s
 SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train with
 ISLANDS_S = 60.0  # between two questions to a random peer outside the group
+STATUS_S = 1.0  # between two reports to the trainer's process
 RECENT_ENTRIES = 8  # served from memory until the trainer has written them
 
 
@@ -65,8 +66,8 @@ class NetworkOptions:
     run_id: str
     listen: tuple[str, ...]
     initial_peers: tuple[str, ...] = ()
+    fallback_peers: tuple[str, ...] = ()  # met in an earlier life; tried if none of the others answers
     announce: tuple[str, ...] = ()
-    upload_kbps: int = 20_000
 
 
 class HivemindExchange:
@@ -80,7 +81,9 @@ class HivemindExchange:
         self._waiting_for = ""
         self.traffic = Traffic()
         self.reports: dict[bytes, Report] = {}
-        self.peer_id, self.addresses = b"", []  # type: tuple[bytes, list[str]]
+        self.peer_id = b""
+        self.addresses: list[str] = []
+        self.met: list[str] = []  # addresses of peers this one is connected to
 
     @classmethod
     def start(cls, options: NetworkOptions) -> HivemindExchange:
@@ -183,7 +186,7 @@ class HivemindExchange:
         elif kind == "fetched":
             self._answers[values[0]] = (values[1], values[2])
         elif kind == "status":
-            self._waiting_for, self.addresses, self.reports = values
+            self._waiting_for, self.addresses, self.met, self.reports = values
         return True
 
 
@@ -235,7 +238,12 @@ class _Hive:
 
     async def _enter_network(self) -> None:
         o = self.options
-        good = await reachable_addresses(o.initial_peers)
+        try:
+            good = await reachable_addresses(o.initial_peers)
+        except NetworkError:
+            if not o.fallback_peers:
+                raise
+            good = await reachable_addresses(o.fallback_peers)
         self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce)
         self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
         self.connection.send(("ready", self.node.identity.peer_id, await self.node.addresses()))
@@ -370,8 +378,8 @@ class _Hive:
         while True:
             addresses: Sequence[str] = await self.node.addresses()
             waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
-            self._tell("status", waiting, list(addresses), dict(self.reports))
-            await asyncio.sleep(1.0)
+            self._tell("status", waiting, list(addresses), await self.node.known_addresses(), dict(self.reports))
+            await asyncio.sleep(STATUS_S)
 
     async def _meet_islands(self) -> None:
         while True:

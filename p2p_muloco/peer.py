@@ -31,6 +31,7 @@ __all__ = ["Peer", "PeerNetwork", "choose_device"]
 
 HELDOUT_WINDOWS = 16  # evaluated after each entry
 SEARCH_S = 3.0  # for reports of others when this peer is new; whom it misses it meets at the next exchange
+MET_KEPT = 16
 LINGER_S = 15.0  # at the end, for members that still need the last entry
 
 Say = Callable[[str], None]
@@ -73,15 +74,15 @@ class Peer:
 
     def _enter(self, join: JoinString) -> HivemindExchange:
         met = self.config.home / "known_peers.json"
-        known = json.loads(met.read_text()) if met.exists() else []
-        addresses = tuple(dict.fromkeys((*self._network.initial_peers, *join.addresses, *known)))
+        known = tuple(json.loads(met.read_text())) if met.exists() else ()
+        addresses = tuple(dict.fromkeys((*self._network.initial_peers, *join.addresses)))
         self._say(f"entering the network of run {join.run_id} through {len(addresses)} known address(es)")
         options = NetworkOptions(
             identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
-            initial_peers=addresses, announce=self._network.announce, upload_kbps=round(self._network.upload_mbit * 1000),
+            initial_peers=addresses, fallback_peers=known, announce=self._network.announce,
         )
         Identity.load_or_create(options.identity_path)
-        self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in addresses]
+        self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in (*addresses, *known)]
         return HivemindExchange.start(options)
 
     def _run_config(self, join: JoinString) -> RunConfig:
@@ -134,6 +135,7 @@ class Peer:
         if record["event"] == "round":
             cursor = {"cursor": self.trainer.inner.cursor}
             write_atomically(self.config.home / "cursor.json", lambda path: path.write_text(json.dumps(cursor)))
+            self._remember_met()
             self.publish()
         self.on_record(record)
 
@@ -176,15 +178,16 @@ class Peer:
         write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
         trainer.store.pin(trainer.state)
         self.publish()
-        addresses = json.dumps(sorted(set(self._known_addresses())))
-        write_atomically(self.config.home / "known_peers.json", lambda temporary: temporary.write_text(addresses))
         until = time.monotonic() + LINGER_S
         while time.monotonic() < until and self._somebody_needs_me():
             self.exchange.wait(0.25)
         return path
 
-    def _known_addresses(self) -> list[str]:
-        return [address for address in self._network.initial_peers if address]
+    def _remember_met(self) -> None:
+        """Addresses for a next start at which the join string's no longer answer."""
+        if self.exchange.met:
+            text = json.dumps(self.exchange.met[:MET_KEPT])
+            write_atomically(self.config.home / "known_peers.json", lambda path: path.write_text(text))
 
     def _somebody_needs_me(self) -> bool:
         tip, reports = self.trainer.state.tip, self.exchange.reports

@@ -281,4 +281,4 @@ class Node:
     async def known_addresses(self) -> list[str]:
         """Multiaddrs of peers this one is connected to, to meet them again after a restart."""
         peers = await self.p2p.list_peers()
-        return [f"{addr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for addr in peer.addrs]
+        return sorted(f"{addr}/p2p/{peer.peer_id.to_base58()}" for peer in peers for addr in peer.addrs)
