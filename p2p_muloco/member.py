@@ -398,6 +398,8 @@ class Member:
         if g is not None and here and self._precedes(sender, g.leader):
             g.passed.discard(sender)
             self._follow(sender, now)
+        elif g is not None and here and sender == g.leader:
+            self._ask_again(now)  # it asks because it has no JOIN of this peer, or has dropped it with a lost attempt
         if self.attempt is not None and (poll.head, poll.phase) == (self.tip.head, GATHERING):
             self.attempt.on_regrouping(sender, now)
             self._harvest(now)
