@@ -153,7 +153,12 @@ class Attempt:
             self._settle(now)
 
     def on_regrouping(self, peer: bytes, now: float) -> None:
-        """A member gathers at this head, so it is not in here; with the leader lost, START did not reach everybody."""
+        """A member gathers at this head, so it is not in here; with the leader lost, START did not reach everybody.
+
+        The leader gathered before its START, and that word may come late: when it gives up it says so itself.
+        """
+        if peer == self.start.start.leader:
+            return
         self.on_message(peer, Abandon(self.start.group), now)
         if self._root is None and self.start.start.leader in self._gone | self._left:
             self.abandon("its leader is lost and others gather anew")

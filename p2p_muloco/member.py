@@ -302,13 +302,17 @@ class Member:
             self._ask_again(now)
             self._lead_on(now)
 
+    def _join(self, leader: bytes) -> None:
+        assert self._hello is not None
+        self.outbox.append((leader, Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)))
+
     def _ask_again(self, now: float) -> None:
         """JOIN to the leader, or a poll to everybody expected who has not joined."""
         g = self._gathering
-        assert g is not None and self._hello is not None
+        assert g is not None
         g.asked_at = now
         if g.leader != self.me:
-            self.outbox.append((g.leader, Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)))
+            self._join(g.leader)
             return
         for peer in sorted(self._pool(now) - set(self._joins) - {self.me}):
             self.ask(peer)
@@ -399,7 +403,7 @@ class Member:
             g.passed.discard(sender)
             self._follow(sender, now)
         elif g is not None and here and sender == g.leader:
-            self._ask_again(now)  # it asks because it has no JOIN of this peer, or has dropped it with a lost attempt
+            self._join(sender)  # it asks because it has no JOIN of this peer, or has dropped it with a lost attempt
         if self.attempt is not None and (poll.head, poll.phase) == (self.tip.head, GATHERING):
             self.attempt.on_regrouping(sender, now)
             self._harvest(now)

@@ -254,6 +254,21 @@ def test_an_old_start_is_never_entered_again() -> None:
     assert follower.phase == GATHERING
 
 
+def test_the_leaders_question_from_before_its_start_may_come_after_it() -> None:
+    """Found by the model check: taken for a word that it gathers anew, it ended every attempt, for ever."""
+    swarm = Swarm(law(VECTORS), 3, tip=established(law(VECTORS), 3))
+    swarm.begin()
+    leader, *others = leader_order(swarm.members[0].tip.head, swarm.members[0].tip.members)
+    follower, third = (next(m for m in swarm.members if m.me == peer) for peer in others)
+    assert swarm.network.run(lambda: follower.attempt is not None)
+    assert follower.attempt is not None
+    question = Poll(follower.tip.head, 1, GATHERING)
+    follower.deliver(leader, question, swarm.network.now)
+    assert follower.attempt.result is None and not follower.attempt._left
+    follower.deliver(third.me, question, swarm.network.now)  # another member that gathers is not in this attempt
+    assert follower.attempt.result is None and follower.attempt._left == {third.me}
+
+
 def test_a_start_with_endless_deadlines_or_of_a_stranger_is_refused() -> None:
     run_law = law(VECTORS)
     swarm = Swarm(run_law, 3, tip=established(run_law, 3))
