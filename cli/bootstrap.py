@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from p2p_muloco.addresses import check_address, check_listen
+from p2p_muloco.addresses import check_announce, check_listen
 from p2p_muloco.config import JoinString, RunConfig
 from p2p_muloco.errors import ConfigError
 from p2p_muloco.identity import Identity, peer_name
@@ -40,6 +40,8 @@ def command(run: Path, listen: str, announce: tuple[str, ...], home: Path | None
     law = RunConfig.from_toml(text)
     for warning in law.warnings():
         click.echo(f"warning: {warning}", err=True)
+    for other in announce:
+        check_announce(other)
     address = check_listen(listen)
 
     import uvloop
@@ -98,7 +100,7 @@ async def _serve(law: RunConfig, home: Path, address: str, announce: tuple[str, 
 def _useful(addresses: list[str], announce: tuple[str, ...], peer: str) -> list[str]:
     """Announced addresses; else those of this machine that are more than loopback, public ones first."""
     if announce:
-        return [check_address(a if "/p2p/" in a else f"{a}/p2p/{peer}") for a in announce]
+        return [check_announce(a, peer) for a in announce]
     tcp = [a for a in addresses if "/tcp/" in a and "/ws" not in a]
     outside = [a for a in tcp if "/127." not in a and "/ip6/::1/" not in a]
     private = ("/ip4/10.", "/ip4/192.168.", "/ip4/172.")

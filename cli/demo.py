@@ -54,6 +54,8 @@ def command(peers: int, rounds: int, out: Path, json_path: Path | None) -> None:
     Starts a bootstrap node and PEERS peers as processes of their own. Ends with a summary, a loss plot, a sample of text,
     and nothing left running. Everything is in the --out folder afterwards.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # so that the processes it started end with it
     _prepare(out)
     config, screen, began = demo_config(peers, rounds), console(), time.monotonic()
     (out / "run.toml").write_text(config.to_toml())
@@ -67,6 +69,10 @@ def command(peers: int, rounds: int, out: Path, json_path: Path | None) -> None:
         json_path.write_text(json.dumps(result, indent=2) + "\n")
     if not result["digests_equal"]:
         raise MulocoError(f"the peers' heads differ: a fault of p2p-muloco; please report {out}/")
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _prepare(out: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 from p2p_muloco.cli.view import PeerView, in_bytes
 
-from p2p_muloco.addresses import check_address, check_listen
+from p2p_muloco.addresses import check_address, check_announce, check_listen
 from p2p_muloco.config import JoinString, PeerConfig
 from p2p_muloco.errors import ConfigError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The run's text, if it is a file.")
 @click.option("--listen", default="0.0.0.0:0", show_default=True, metavar="HOST:PORT", help="Port 0 = any free one.")
 @click.option("--announce", multiple=True, metavar="ADDR", help="Address others reach you at, if it is not this machine's own.")
-@click.option("--upload-mbit", type=click.FloatRange(0.1), default=20.0, show_default=True,
+@click.option("--upload-mbit", type=click.FloatRange(0.1, 10_000), default=20.0, show_default=True,
               help="Your upload rate; it decides your share of the averaging.")
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile: slow to start, faster after.")
 @click.option("--max-rounds", type=click.IntRange(1), default=None, help="Leave after this many rounds.")
@@ -47,7 +47,7 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
 
     Model, text and settings are taken from the run and checked against its hash; what the others have learned so far is
     taken from a peer. Alone you train on, and others can join you at the address that is shown. Ctrl-C finishes the
-    running exchange, saves and leaves; a second Ctrl-C leaves at once.
+    running exchange, saves the model of the last round and leaves (steps since then are lost); again: leaves at once.
     """
     parsed = JoinString.parse(join)
     config = PeerConfig(
@@ -57,6 +57,8 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
     listen_address = check_listen(listen)
     for address in initial_peers:
         check_address(address)
+    for address in announce:
+        check_announce(address)
 
     from p2p_muloco.home import locked_home
     from p2p_muloco.peer import Peer, PeerNetwork

@@ -11,15 +11,20 @@ from typing import Any
 
 from p2p_muloco.errors import ConfigError, NetworkError
 
-__all__ = ["check_address", "check_listen", "reachable_addresses"]
+__all__ = ["check_address", "check_announce", "check_listen", "reachable_addresses"]
 
 
 def check_address(address: Any) -> str:
     """Return a peer's multiaddr, or raise ConfigError with an example."""
-    shape = r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]{1,255}/(tcp|udp)/\d{1,5}(/quic(-v1)?)?/p2p/[1-9A-HJ-NP-Za-km-z]{20,64}"
+    shape = r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]{1,255}/tcp/\d{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{20,64}"
     if not (isinstance(address, str) and re.fullmatch(shape, address)):
         raise ConfigError(f"address {address!r}: must look like /ip4/203.0.113.7/tcp/31337/p2p/12D3Koo...")
     return address
+
+
+def check_announce(text: str, peer: str = "12D3KooW" + "1" * 44) -> str:
+    """The whole multiaddr of an announced address, given with or without its /p2p/ part; raise ConfigError."""
+    return check_address(text if "/p2p/" in text else f"{text}/p2p/{peer}")
 
 
 def check_listen(text: str) -> str:
@@ -54,8 +59,8 @@ async def reachable_addresses(addresses: Iterable[str], timeout_s: float = 4.0) 
             return address, ""
         except TimeoutError:
             return address, f"{host}:{port} did not answer in {timeout_s:.0f} s"
-        except OSError as error:
-            return address, f"{host}:{port}: {error.strerror or error}"
+        except (OSError, ValueError) as error:  # ValueError: a name that can't be one
+            return address, f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
 
     results = await asyncio.gather(*map(probe, dict.fromkeys(addresses)))
     good = [address for address, trouble in results if not trouble]

@@ -55,7 +55,7 @@ class RunSection:
     min_peers: int = _f(2, "peers that must be there before the first outer step", low=1, high=1024)
     max_group: int = _f(32, "peers in one all-reduce", low=1, high=64)
     clock: str = _f("time", "'time': rounds are due by the swarm's median speed, a slow peer makes fewer steps; "
-                    "'steps': each peer makes exactly H", choices=("time", "steps"))
+                    "'steps': each member makes exactly H, a newcomer may bring fewer once", choices=("time", "steps"))
     window_s: float = _f(10.0, "seconds a leader waits for members that are alive but not ready", low=0.1, high=3600)
     overlap: str = _f("keep", "'keep': train on while the exchange runs and keep that progress; 'off': wait for it",
                       choices=("keep", "off"))

@@ -57,7 +57,7 @@ class Exchange(Protocol):
 
     def distrust(self, peer: bytes) -> None: ...
 
-    def fetch(self, donor: bytes, request: Record) -> bytes:
+    def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         """Ask one peer for stored bytes; raise StateUnavailable."""
 
     def waiting_for(self) -> str:
@@ -270,13 +270,16 @@ class LocalExchange:
         self.network.flush(self.member)
 
     def distrust(self, peer: bytes) -> None:
-        self.member.distrust(peer)
+        self.member.distrust(peer, self.network.now)
 
-    def fetch(self, donor: bytes, request: Record) -> bytes:
+    def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         store = self.network.stores.get(donor)
         if store is None or self.network.is_dead(donor):
             raise StateUnavailable("the donor can't be reached")
-        return serve(store, request, store.config_bytes)
+        answer = serve(store, request, store.config_bytes)
+        if len(answer) > max_bytes:
+            raise StateUnavailable(f"the donor answers with {len(answer)} bytes; at most {max_bytes} are read")
+        return answer
 
     def waiting_for(self) -> str:
         return self.member.waiting_for(self.network.now)

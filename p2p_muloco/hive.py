@@ -17,15 +17,17 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,7 +57,8 @@ START_S = 60.0  # for daemon and DHT to start; an unreachable address is named a
 SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train with
 ISLANDS_S = 60.0  # between two questions to a random peer outside the group
 STATUS_S = 1.0  # between two reports to the trainer's process
-RECENT_ENTRIES = 8  # served from memory until the trainer has written them
+ADDRESSES_S = 10.0  # between two looks at own and others' addresses
+RECENT_ENTRIES = 2  # served from memory until the trainer has written them
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,12 @@ class HivemindExchange:
             kind, *values = ours.recv()
             if kind == "failed":
                 raise NetworkError(values[0])
-        except (EOFError, NetworkError) as error:
+        except EOFError:
             exchange.close()
-            raise error if isinstance(error, NetworkError) else NetworkError("the network process ended") from None
+            raise NetworkError("the network process ended while it started") from None
+        except BaseException:
+            exchange.close()
+            raise
         exchange.peer_id, exchange.addresses = values
         return exchange
 
@@ -143,7 +149,7 @@ class HivemindExchange:
     def distrust(self, peer: bytes) -> None:
         self._send("distrust", peer)
 
-    def fetch(self, donor: bytes, request: Record, max_bytes: int = 2**34) -> bytes:
+    def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         number = next(self._numbers)
         self._send("fetch", number, donor, request, max_bytes)
         while number not in self._answers:
@@ -224,7 +230,7 @@ class _Hive:
         try:
             await self._enter_network()
         except MulocoError as error:
-            self.connection.send(("failed", str(error)))
+            self._send_quietly(("failed", str(error)))
             return
         threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
         self._spawn(self._look_around())
@@ -246,7 +252,7 @@ class _Hive:
             good = await reachable_addresses(o.fallback_peers)
         self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce)
         self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
-        self.connection.send(("ready", self.node.identity.peer_id, await self.node.addresses()))
+        self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses()))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -255,20 +261,26 @@ class _Hive:
 
     # -- what drives the member
 
-    def _on_message(self, sender: bytes, record: Record) -> None:
-        if self.member is not None:
-            self.member.deliver(sender, record, time.monotonic())
+    def _drive(self, act: Callable[[Member, float], None]) -> None:
+        """Let something happen to the member, then send what it says. A fault of ours ends the process, loudly."""
+        if self.member is None:
+            return
+        try:
+            act(self.member, time.monotonic())
             self._flush()
+            self.member.awake(time.monotonic())
+        except Exception:
+            log.exception("a fault of p2p-muloco itself in its network process; please report the lines above")
+            self._stopped.set()
+
+    def _on_message(self, sender: bytes, record: Record) -> None:
+        self._drive(lambda member, now: member.deliver(sender, record, now))
 
     def _on_gone(self, peer: bytes) -> None:
-        if self.member is not None:
-            self.member.gone(peer, time.monotonic())
-            self._flush()
+        self._drive(lambda member, now: member.gone(peer, now))
 
     def _on_timer(self) -> None:
-        if self.member is not None:
-            self.member.on_time(time.monotonic())
-            self._flush()
+        self._drive(lambda member, now: member.on_time(now))
 
     def _flush(self) -> None:
         member = self.member
@@ -282,6 +294,8 @@ class _Hive:
                 self.recent[outcome.checked.k] = outcome.checked.entry.pack()
                 while len(self.recent) > RECENT_ENTRIES:
                     self.recent.popitem(last=False)
+            else:
+                self.node.clear_bulk()
             self._tell("outcome", outcome, self.node.bytes_sent, self.node.bytes_received)
         if self._timer is not None:
             self._timer.cancel()
@@ -316,23 +330,19 @@ class _Hive:
                 loop.call_soon_threadsafe(self._stopped.set)
 
     def _command(self, kind: str, *values: Any) -> None:
-        now = time.monotonic()
         match kind:
             case "stop":
                 self._stopped.set()
             case "open":
                 self._open(*values)
-            case "begin" if self.member is not None:
-                self.member.begin(values[0], now)
-                self._flush()
-            case "withdraw" if self.member is not None:
-                self.member.withdraw(now)
-                self._flush()
-            case "adopt" if self.member is not None:
-                self.member.adopt(values[0])
-                self._flush()
-            case "distrust" if self.member is not None:
-                self.member.distrust(values[0])
+            case "begin":
+                self._drive(lambda member, now: member.begin(values[0], now))
+            case "withdraw":
+                self._drive(lambda member, now: member.withdraw(now))
+            case "adopt":
+                self._drive(lambda member, now: member.adopt(values[0]))
+            case "distrust":
+                self._drive(lambda member, now: member.distrust(values[0], now))
             case "fetch":
                 self._spawn(self._fetch(*values))
             case "report":
@@ -342,11 +352,11 @@ class _Hive:
     def _open(self, config_bytes: bytes, tip: Tip, home: Path, rate_kbps: int) -> None:
         law = Law.of(RunConfig.from_bytes(config_bytes))
         self.store = Store(home, law.layout, config_bytes)
-        largest = max(b - a for a, b in itertools.pairwise(law.layout.up_offsets))
+        offsets = (law.layout.up_offsets, law.layout.down_offsets)
+        largest = max(b - a for table in offsets for a, b in itertools.pairwise(table))
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
         self.member = Member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
-        self.member.set_roster(self.reports, time.monotonic())
-        self._flush()
+        self._drive(lambda member, now: member.set_roster(self.reports, now))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:
         try:
@@ -360,9 +370,7 @@ class _Hive:
         while True:
             with contextlib.suppress(Exception):  # the DHT may be in trouble; the chain does not depend on it
                 self.reports = await self.node.reports()
-                if self.member is not None:
-                    self.member.set_roster(self.reports, time.monotonic())
-                    self._flush()
+                self._drive(lambda member, now: member.set_roster(self.reports, now))
             searching = self.member is None or self.member.tip.k == 0 or len(self.reports) < 2
             await asyncio.sleep(SEARCH_S if searching else report_period_s(len(self.reports)))
 
@@ -371,14 +379,20 @@ class _Hive:
         report = self.report
         while report is not None and report is self.report:
             with contextlib.suppress(Exception):
-                await self.node.publish(report, len(self.reports))
+                await self.node.publish(dataclasses.replace(report, at_s=int(time.time())), len(self.reports))
             await asyncio.sleep(2 * report_period_s(len(self.reports)))
 
     async def _tell_status(self) -> None:
+        own: list[str] = []
+        met: list[str] = []
+        looked_at = -math.inf
         while True:
-            addresses: Sequence[str] = await self.node.addresses()
+            if time.monotonic() > looked_at + ADDRESSES_S:
+                looked_at = time.monotonic()
+                with contextlib.suppress(Exception):  # p2pd is busy: the last answer stands
+                    own, met = await self.node.addresses(), await self.node.known_addresses()
             waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
-            self._tell("status", waiting, list(addresses), await self.node.known_addresses(), dict(self.reports))
+            self._tell("status", waiting, own, met, dict(self.reports))
             await asyncio.sleep(STATUS_S)
 
     async def _meet_islands(self) -> None:
@@ -387,5 +401,5 @@ class _Hive:
             if self.member is not None:
                 outside = sorted(self.member.roster - set(self.member.tip.members))
                 if outside:
-                    self.member.ask(random.choice(outside))
-                    self._flush()
+                    chosen = random.choice(outside)
+                    self._drive(lambda member, now, peer=chosen: member.ask(peer))  # type: ignore[misc]

@@ -49,6 +49,7 @@ __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
 ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three asked, a second for each
 LEASE_S = 2.0  # who stood still for less still answers in time: at most a second of ANSWER_S goes into a round trip
 SUSPICION_S = 10.0  # a peer that was gone or silent is not followed for this long, unless it speaks
+DISTRUST_S = 60.0
 BLAME_S = 60.0  # a peer whose span was lost reduces nothing for this long
 FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
@@ -131,7 +132,7 @@ class Member:
         self._groups: set[bytes] = set()  # attempts at this head that were entered or refused
         self._early: dict[bytes, tuple[bytes, list[Record], int]] = {}  # by sender: group, messages, bytes
         self._told_behind = False
-        self._distrusted: set[bytes] = set()
+        self._distrusted: dict[bytes, float] = {}
 
     # -- what the trainer asks
 
@@ -161,10 +162,15 @@ class Member:
             self.tip = tip
             self._reset()
 
-    def distrust(self, peer: bytes) -> None:
-        """Its claim to be ahead could not be verified; nothing it says of its head is believed from now on."""
-        self._distrusted.add(peer)
+    def distrust(self, peer: bytes, now: float) -> None:
+        """What it showed for its claim to be ahead was false: no such claim of it is believed for a minute."""
+        self._distrusted = {p: until for p, until in self._distrusted.items() if until > now}
+        self._distrusted[peer] = now + DISTRUST_S
         self._told_behind = False
+
+    def awake(self, now: float) -> None:
+        """The caller was busy with this member until now: that is no standstill."""
+        self._awake_at = now
 
     def set_roster(self, peers: Iterable[bytes], now: float) -> None:
         """The peers of this run that the DHT shows now."""
@@ -419,8 +425,8 @@ class Member:
 
     def _on_tip(self, sender: bytes, tip: TipMessage, now: float) -> None:
         head, g = tip.recent[-1], self._gathering
-        if head != self.tip.head and self._is_better(tip) and sender not in self._distrusted:
-            self._tell_behind(sender, tip)
+        if head != self.tip.head and self._is_better(tip) and self._distrusted.get(sender, now) <= now:
+            self._tell_behind(sender, tip, now)
             return
         if g is None or (sender != g.leader and sender not in self._pool(now)):
             return
@@ -433,11 +439,12 @@ class Member:
             self._reconsider(sender, tip.leader, now)
         self._lead_on(now)
 
-    def _tell_behind(self, sender: bytes, tip: TipMessage) -> None:
-        """Once, until the trainer has dealt with it. A stranger's claim ends no attempt: it costs nothing to make."""
+    def _tell_behind(self, sender: bytes, tip: TipMessage, now: float) -> None:
+        """Once, until the trainer has dealt with it. A stranger's claim ends nothing: it costs nothing to make."""
         if self._told_behind or (self.attempt is not None and sender not in self.attempt.others):
             return
-        self._leave()
+        if self.attempt is not None or sender in self._pool(now):
+            self._leave()
         self._told_behind = True
         self.outcomes.append(Behind(tip.k, tip.recent[-1], (sender,)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -97,7 +98,7 @@ class Peer:
         for donor in self._donors:
             with contextlib.suppress(StateUnavailable):
                 packed = self.exchange.fetch(donor, WantRun(join.config_hash), 64 * 1024)
-                if packed and RunConfig.from_bytes(packed).hash == join.config_hash:
+                if hashlib.sha256(packed).digest() == join.config_hash:
                     write_atomically(cached, lambda path, packed=packed: path.write_bytes(packed))  # type: ignore[misc]
                     return RunConfig.from_bytes(packed)
         raise NetworkError(f"no peer at the known addresses serves run {join.run_id}; is the join string of another run, or "
@@ -119,22 +120,25 @@ class Peer:
         inner = InnerLoop(law, model, stream, micro_batch=peer.micro_batch, compiled=peer.compile)
         self.metrics = JsonLines(peer.home / "metrics.jsonl")
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
-        self.trainer = Trainer(law, state, inner, self.exchange, store, record=self._record, max_rounds=peer.max_rounds,
+        self.trainer = Trainer(law, state, inner, self.exchange, store, max_rounds=peer.max_rounds,
                                heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))
         for checked in resumed[1] if resumed else []:
-            self.trainer.commit(checked)
+            self.trainer.commit(checked, evaluate=False)
+        self.trainer.rounds = 0  # `max_rounds` counts from this start
+        self.trainer.record = self._record
         inner.cursor = self.trainer.total_steps = self._read_cursor()
 
     def _read_cursor(self) -> int:
-        """Place in the text; text that a crash left unread twice is better than text read twice."""
+        """Place in the text, as of the last packet: what came after it was lost with the crash, and is read again."""
         path = self.config.home / "cursor.json"
         return int(json.loads(path.read_text())["cursor"]) if path.exists() else 0
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics(record)
-        if record["event"] == "round":
+        if record["event"] == "begin":
             cursor = {"cursor": self.trainer.inner.cursor}
             write_atomically(self.config.home / "cursor.json", lambda path: path.write_text(json.dumps(cursor)))
+        if record["event"] == "round":
             self._remember_met()
             self.publish()
         self.on_record(record)
@@ -158,7 +162,9 @@ class Peer:
         self.publish()
         until = time.monotonic() + SEARCH_S
         while time.monotonic() < until:
-            self.exchange.wait(0.25)
+            outcome = self.exchange.wait(0.25)
+            if outcome is not None:
+                trainer.on_outcome(outcome)
             ahead = [r for r in self.exchange.reports.values() if r.k > trainer.state.tip.k and r.peer != self.exchange.peer_id]
             if ahead:
                 best = max(ahead, key=lambda report: report.k)
@@ -176,7 +182,8 @@ class Peer:
         """Save the model; stay a moment for members that still need the last entry. Return the model's path."""
         trainer, path = self.trainer, self.config.home / "model.safetensors"
         write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
-        trainer.store.pin(trainer.state)
+        if trainer.state.tip.k not in trainer.store.pinned():
+            trainer.store.pin(trainer.state)
         self.publish()
         until = time.monotonic() + LINGER_S
         while time.monotonic() < until and self._somebody_needs_me():

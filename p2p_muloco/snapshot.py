@@ -10,6 +10,7 @@ snapshot: 160 GB for two of 10B parameters.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 import msgpack
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
@@ -35,8 +36,8 @@ __all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "Wan
 CHUNK_BYTES = 4 * 2**20
 KEPT_SNAPSHOTS = 2
 
-Fetch = Callable[[bytes, Record], bytes]
-"""(peer id, request) -> the answer's bytes; raises StateUnavailable."""
+Fetch = Callable[[bytes, Record, int], bytes]
+"""(peer id, request, most bytes to read) -> the answer's bytes; raises StateUnavailable."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,9 @@ class WantEntry(Record):
 
 @dataclass(frozen=True)
 class WantManifest(Record):
-    """The newest pinned snapshot: its tip, size and the sha256 of each chunk; empty if there is none."""
+    """The newest pinned snapshot: its entry, size and the sha256 of each chunk; empty if there is none."""
 
     KIND = 42
-    newest: int = integer(0, 1)  # 0 asks for the older of the two that are kept
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,19 @@ class Store:
             tensors[f"anchor/{name}"] = state.anchor[place].view(shape)
             tensors[f"momentum/{name}"] = state.momentum[place].view(shape)
         path = self.snapshots / f"{state.tip.k:09d}.safetensors"
+        path.with_suffix(".json").unlink(missing_ok=True)
         metadata = {"tip": state.tip.pack().hex(), "format": "p2p-muloco-state-1"}
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        digests = [hashlib.sha256(chunk).hexdigest() for chunk in _chunks(path)]
+        text = json.dumps({"size": path.stat().st_size, "sha256": digests})
+        write_atomically(path.with_suffix(".json"), lambda temporary: temporary.write_text(text))
         self._drop_old()
+
+    def restart_from(self, state: State) -> None:
+        """Another chain's state takes the place of all that is here."""
+        for path in (*self.snapshots.glob("*.safetensors"), *self.snapshots.glob("*.json"), *self.log.glob("entry-*.bin")):
+            path.unlink(missing_ok=True)
+        self.pin(state)
 
     def pinned(self) -> list[int]:
         """Entry numbers of the kept snapshots, oldest first."""
@@ -151,21 +161,14 @@ class Store:
             if found and int(found.group(1)) <= kept[0]:
                 path.unlink(missing_ok=True)
 
-    def manifest(self, newest: bool) -> bytes:
-        """msgpack of (k, size in bytes, chunk hashes); b'' if nothing is pinned."""
-        pinned = self.pinned()
-        if not pinned or (not newest and len(pinned) < 2):
-            return b""
-        k = pinned[-1] if newest else pinned[0]
-        side = self.snapshots / f"{k:09d}.json"
-        path = self.snapshots / f"{k:09d}.safetensors"
-        if not side.exists():
-            digests = [hashlib.sha256(chunk).hexdigest() for chunk in _chunks(path)]
-            text = json.dumps({"size": path.stat().st_size, "sha256": digests})
-            write_atomically(side, lambda temporary: temporary.write_text(text))
-        known = json.loads(side.read_text())
-        packed: bytes = msgpack.packb((k, known["size"], [bytes.fromhex(d) for d in known["sha256"]]))
-        return packed
+    def manifest(self) -> bytes:
+        """msgpack of (k, size in bytes, chunk hashes) of the newest snapshot; b'' if nothing is pinned."""
+        for k in reversed(self.pinned()):
+            with contextlib.suppress(FileNotFoundError):  # being replaced
+                known = json.loads((self.snapshots / f"{k:09d}.json").read_text())
+                packed: bytes = msgpack.packb((k, known["size"], [bytes.fromhex(d) for d in known["sha256"]]))
+                return packed
+        return b""
 
     def chunk(self, k: int, index: int) -> bytes:
         try:
@@ -217,7 +220,7 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
         case WantEntry():
             return store.entry(request.k)
         case WantManifest():
-            return store.manifest(bool(request.newest))
+            return store.manifest()
         case WantChunk():
             return store.chunk(request.k, request.index)
     raise BadPacket("not a request")
@@ -225,16 +228,17 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
 
 def fetch_entry(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> Checked | None:
     """The verified entry after `tip`, None if the donor has none; raise BadPacket if it does not hold on this tip."""
-    packed = fetch(donor, WantEntry(tip.k + 1))
+    packed = fetch(donor, WantEntry(tip.k + 1), max_entry_bytes(law))
     return check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law))) if packed else None
 
 
-def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Callable[[int, int], None]) -> State:
+def fetch_state(law: Law, fetch: Fetch, donor: bytes, progress: Callable[[int, int], None]) -> State:
     """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. 
     Raise StateUnavailable if there is none, BadPacket if it breaks a rule.
     """
     try:
-        k, size, digests = msgpack.unpackb(fetch(donor, WantManifest(int(newest))), use_list=False)
+        most = 64 + 40 * (max_state_bytes(law) // CHUNK_BYTES + 1)
+        k, size, digests = msgpack.unpackb(fetch(donor, WantManifest(), most), use_list=False)
         expected = -(-size // CHUNK_BYTES)
         if not (0 < size <= max_state_bytes(law) and len(digests) == expected and isinstance(k, int)):
             raise ValueError
@@ -242,7 +246,7 @@ def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Ca
         raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule") from None
     whole = bytearray()
     for index, digest in enumerate(digests):
-        chunk = fetch(donor, WantChunk(k, index))
+        chunk = fetch(donor, WantChunk(k, index), CHUNK_BYTES)
         if hashlib.sha256(chunk).digest() != digest:
             raise StateUnavailable(f"chunk {index} of the donor's state is not what its manifest says")
         whole += chunk
@@ -253,11 +257,11 @@ def fetch_state(law: Law, fetch: Fetch, donor: bytes, newest: bool, progress: Ca
 def read_state(law: Law, whole: bytes) -> State:
     """Check names, shapes, types and finiteness; raise BadPacket."""
     try:
+        tensors = load(whole)  # checks the header's size and form before anything else reads it
         header_size = int.from_bytes(whole[:8], "little")
         metadata = json.loads(whole[8 : 8 + header_size])["__metadata__"]
         tip = Tip.unpack(bytes.fromhex(metadata["tip"]))
-        tensors = load(whole)
-    except (ValueError, KeyError, TypeError, SafetensorError):
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError):
         raise BadPacket("not a safetensors state of this program") from None
     anchor, momentum = torch.empty(law.layout.n_elements), torch.empty(law.layout.n_elements)
     for name, shape, place in law.layout.tensor_slices():
@@ -281,6 +285,3 @@ def pack_request(request: Record) -> bytes:
 def read_request(frame: bytes) -> Record:
     return read_frame(frame, REQUESTS)
 
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    return load_file(path)

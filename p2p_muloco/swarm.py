@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 TALK, BULK, FETCH = "/p2p-muloco/1/talk", "/p2p-muloco/1/bulk", "/p2p-muloco/1/fetch"
 OPEN_S = 5.0  # to open a stream, dialling included
 STALL_S = 20.0  # without any progress on a stream that should move
+SLOWEST_BYTES_PER_S = 62_500  # of a donor: 0.5 Mbit/s, or another is asked
 IDLE_S = 90.0  # after which an unused stream is closed
 MAX_TALK_BYTES = 64 * 1024
 GOODBYE = (0).to_bytes(4, "big")
@@ -91,6 +92,11 @@ class _Link:
 
     def send(self, record: Record) -> None:
         self._queue.put_nowait(record)
+
+    def clear(self) -> None:
+        """Forget what was not sent yet: its attempt is lost."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
 
     def close(self) -> None:
         self._task.cancel()
@@ -144,7 +150,6 @@ class Node:
         self.serve: Serve = lambda request: b""
         self.max_frame_bytes = MAX_TALK_BYTES
         self.bytes_sent = self.bytes_received = 0  # of exchanges
-        self.bytes_served = 0  # of states, entries and configs
         self._links: dict[tuple[bytes, str], _Link] = {}
 
     @classmethod
@@ -199,6 +204,12 @@ class Node:
             link = self._links[peer, protocol] = _Link(self, peer, protocol)
         link.send(record)
 
+    def clear_bulk(self) -> None:
+        """A lost attempt's packets must not stand in the way of the next one's on a slow link."""
+        for (_, protocol), link in self._links.items():
+            if protocol == BULK:
+                link.clear()
+
     def unlink(self, peer: bytes, protocol: str) -> None:
         self._links.pop((peer, protocol), None)
 
@@ -230,8 +241,7 @@ class Node:
             for at in range(0, len(answer), 2**18):
                 writer.write(memoryview(answer)[at : at + 2**18])
                 await asyncio.wait_for(writer.drain(), STALL_S)
-            self.bytes_served += len(answer)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, BadPacket) as error:
+        except (asyncio.IncompleteReadError, OSError, TimeoutError, BadPacket) as error:
             log.debug("a fetch was not answered: %r", error)
         finally:
             writer.close()
@@ -249,13 +259,7 @@ class Node:
             size = int.from_bytes(await asyncio.wait_for(reader.readexactly(8), STALL_S), "big")
             if size > max_bytes:
                 raise StateUnavailable(f"{peer_name(donor)} answers with {size} bytes; at most {max_bytes} are read")
-            answer = bytearray()
-            while len(answer) < size:
-                chunk = await asyncio.wait_for(reader.read(min(2**20, size - len(answer))), STALL_S)
-                if not chunk:
-                    raise StateUnavailable(f"{peer_name(donor)} stopped after {len(answer)} of {size} bytes")
-                answer += chunk
-            return bytes(answer)
+            return await asyncio.wait_for(reader.readexactly(size), STALL_S + size / SLOWEST_BYTES_PER_S)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             raise StateUnavailable(f"{peer_name(donor)} stopped answering: {error!r}") from None
         finally:

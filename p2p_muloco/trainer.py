@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import Checked, Law, advance, merged_update
+from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.exchange import Behind, Committed, Exchange, Failed, Outcome
@@ -212,10 +212,10 @@ class Trainer:
     def _inner_step(self) -> None:
         started_at = self.exchange.now()
         loss = self.inner.step(self._lr())
-        self.steps += 1
         self.total_steps += 1
         self._measure(self.exchange.now() - started_at)
         if math.isfinite(loss):
+            self.steps += 1
             self.losses.append(loss)
         elif self.inner.skipped_in_row >= SKIPS_BEFORE_ROLLBACK:
             self._roll_back("no finite gradient in 10 steps")
@@ -226,15 +226,16 @@ class Trainer:
     def _lr(self) -> float:
         run, tip = self.law.config.run, self.state.tip
         last = tip.last_tokens or run.inner_steps * self.law.config.tokens_per_step * run.min_peers
-        progress = schedule_progress(tip.tokens, last, self.steps, run.inner_steps, run.token_budget)
         uncommitted = self.steps + (self._round.packet.inner_steps if self._round else 0)
+        # the step being taken counts too, or the first one of a run would have a rate of 0
+        progress = schedule_progress(tip.tokens, last, uncommitted + 1, run.inner_steps, run.token_budget)
         return learning_rate(self.law.config.inner, progress) * (SLOWED if uncommitted >= self.law.max_h else 1.0)
 
     def _roll_back(self, why: str) -> None:
-        """Back to the last finite weights that all agree on; what was learned since the anchor is lost here only."""
-        log.warning("%s: back to the anchor of entry %d with a fresh optimizer", why, self.state.tip.k)
-        load_flat(self.inner.model, self.law.layout, self.state.anchor)
-        self.residual.zero_()
+        """Back to the last weights known to be good: those of the packet that is out, else those all agree on."""
+        log.warning("%s: back to the last good weights, after entry %d, with a fresh optimizer", why, self.state.tip.k)
+        good = self.state.anchor if self._round is None else self._round.theta_begin
+        load_flat(self.inner.model, self.law.layout, good)
         self.inner.restart()
         self.steps = 0
         self.record({"event": "rolled_back", "why": why, "round": self.state.tip.k})
@@ -264,6 +265,7 @@ class Trainer:
             packet = Packet(self.law.layout.encode(x), h, pace_mhz, self.digest)
             self._round = _Round(packet, theta, self.exchange.now())
             self.steps = 0
+            self.record({"event": "begin", "round": self.state.tip.k + 1, "inner_steps": h})
         self._round.retry_at = None
         self.exchange.begin(self._round.packet)
 
@@ -274,7 +276,9 @@ class Trainer:
     def on_outcome(self, outcome: Outcome) -> None:
         match outcome:
             case Committed():
-                self.commit(outcome.checked)
+                # one that arrives after this peer has followed another chain is not for this tip
+                if outcome.checked.start.start.head == self.state.tip.head:
+                    self.commit(outcome.checked)
             case Failed():
                 if self._round is not None:
                     self._round.retry_at = outcome.retry_at
@@ -285,8 +289,9 @@ class Trainer:
                     self._round.retry_at = self.exchange.now()
                 self.catch_up(outcome)
 
-    def commit(self, checked: Checked) -> None:
+    def commit(self, checked: Checked, evaluate: bool = True) -> None:
         """Take the outer step of the entry after this tip, live or replayed: the same for both."""
+        assert checked.start.start.head == self.state.tip.head, "an entry is applied to the state it was made for"
         self._check_agreement(checked)
         theta = flat_weights(self.inner.model)
         counted = self._take_packet(checked)
@@ -301,7 +306,7 @@ class Trainer:
         outer_step(self.state.anchor, self.state.momentum, d, eta, mu)
         self.state.tip = advance(self.law, self.state.tip, checked)
         self._round, self.steps, self._anchored_at = None, min(steps, self.law.max_h), self.exchange.now()
-        self._after_commit(checked, counted, progress, round_)
+        self._after_commit(checked, counted, progress, round_, evaluate)
 
     def _take_packet(self, checked: Checked) -> bool:
         """Whether this peer's present packet is in the entry, in any part."""
@@ -318,14 +323,14 @@ class Trainer:
                 x[part.start : part.stop] -= said
         self.residual = x
 
-    def _after_commit(self, checked: Checked, counted: bool, progress: Tensor, round_: _Round | None) -> None:
+    def _after_commit(self, checked: Checked, counted: bool, progress: Tensor, round_: _Round | None, evaluate: bool) -> None:
         tip, anchor = self.state.tip, self.state.anchor
         self.digest = self.state.digest
         self.store.put_entry(tip.k, checked.entry)
         if tip.k % self.law.config.run.snapshot_every == 0 or self.ended:
             self.store.pin(self.state)
         self.rounds += counted
-        if self.heldout is not None:
+        if self.heldout is not None and evaluate:
             load_flat(self.inner.model, self.law.layout, anchor)
             self.last_heldout = heldout_loss(self.inner.model, self.heldout, self.inner.micro_batch)
         load_flat(self.inner.model, self.law.layout, progress.add_(anchor))
@@ -378,37 +383,57 @@ class Trainer:
         self.exchange.adopt(self.state.tip)
 
     def _follow(self, donor: bytes, behind: Behind) -> None:
-        with contextlib.suppress(BadPacket):  # its chain left this one further back: only a state helps
-            self._replay(donor)
-        if behind.head not in self.state.tip.recent:
-            self.load_state(self._newest_state(donor))
-            self._replay(donor)
-        if behind.head not in self.state.tip.recent:
-            raise StateUnavailable(f"that peer could not show entry {behind.k}")
+        entries = self._entries_after(self.state.tip, donor)
+        if not _reaches(self.state.tip, entries, behind.head):
+            state = self._better_state(donor)
+            entries = self._entries_after(state.tip, donor)
+            if not _reaches(state.tip, entries, behind.head):
+                raise StateUnavailable(f"that peer could not show entry {behind.k}")
+            self.load_state(state)
+        for checked in entries:
+            self.commit(checked, evaluate=checked is entries[-1])
 
-    def _replay(self, donor: bytes) -> None:
-        """All entries that the donor has after this tip."""
-        while (checked := fetch_entry(self.law, self.exchange.fetch, donor, self.state.tip)) is not None:
-            self.commit(checked)
+    def _entries_after(self, tip: Tip, donor: bytes) -> list[Checked]:
+        """The donor's entries that hold on `tip`, verified and not yet applied."""
+        entries: list[Checked] = []
+        with contextlib.suppress(BadPacket):  # of another chain: what came before it is good
+            while (checked := fetch_entry(self.law, self.exchange.fetch, donor, tip)) is not None:
+                entries.append(checked)
+                tip = advance(self.law, tip, checked)
+        return entries
 
-    def _newest_state(self, donor: bytes) -> State:
+    def _better_state(self, donor: bytes) -> State:
+        """The donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
+
         def progress(done: int, total: int) -> None:
             self.record({"event": "downloading", "bytes": done, "of": total})
 
-        return fetch_state(self.law, self.exchange.fetch, donor, True, progress)
+        state, own, run = fetch_state(self.law, self.exchange.fetch, donor, progress), self.state.tip, self.law.config.run
+        tip = state.tip
+        if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:
+            raise BadPacket("a state claims more steps than its entries can hold")
+        if not heavier(tip.weight, tip.head, own.weight, own.head):
+            raise BadPacket("a state of a chain with fewer steps than this one")
+        if 0 < tip.k <= own.k + len(tip.recent) and own.k and not set(tip.recent) & set(own.recent):
+            raise BadPacket("a state of a chain that shares no entry with this one")
+        return state
 
     def load_state(self, state: State) -> None:
-        """Take another chain's state; own progress since the old anchor is carried over as it is."""
-        progress = flat_weights(self.inner.model).sub_(self.state.anchor)
-        carried = self.steps + (self._round.packet.inner_steps if self._round else 0)
-        self.state, self._round, self.steps = state, None, min(carried, self.law.max_h)
+        """Take another chain's state. Own progress is carried over, but for a packet whose fate is unknown."""
+        came_from = self.state.anchor if self._round is None else self._round.theta_begin
+        progress = flat_weights(self.inner.model).sub_(came_from)
+        self.state, self._round = state, None
         self.digest, self._anchored_at = state.digest, self.exchange.now()
         load_flat(self.inner.model, self.law.layout, progress.add_(state.anchor))
-        self.store.pin(state)
+        self.store.restart_from(state)
 
     def weights(self) -> dict[str, Tensor]:
         """What all peers agree on, by name: the model to take out of the run."""
         return {name: self.state.anchor[place].view(shape) for name, shape, place in self.law.layout.tensor_slices()}
+
+
+def _reaches(tip: Tip, entries: list[Checked], head: bytes) -> bool:
+    return head in tip.recent or any(checked.head == head for checked in entries)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -357,7 +357,7 @@ def test_behind_is_told_once_until_the_trainer_has_dealt_with_it() -> None:
     for i in range(1000):
         member.deliver(identity(i + 10).peer_id, better, float(i))
     assert member.outcomes == [Behind(9, b"\x09" * 32, (identity(10).peer_id,))]
-    member.distrust(identity(10).peer_id)
+    member.distrust(identity(10).peer_id, 2000.0)
     member.deliver(identity(10).peer_id, better, 2000.0)
     assert len(member.outcomes) == 1
     member.deliver(identity(11).peer_id, better, 2000.0)

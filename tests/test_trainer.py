@@ -80,7 +80,7 @@ def test_entries_replay_to_the_same_heads_and_weights(tmp_path: Path) -> None:
     network = LocalNetwork()
     fresh = local_trainer(l, Identity(bytes([9]) * 32), network, corpus(), tmp_path / "fresh")
     network.stores[b"donor"] = trainers[0].store
-    fresh._replay(b"donor")
+    fresh.catch_up(behind_of(trainers[0], b"donor"))
     assert fresh.state.tip == trainers[0].state.tip and fresh.state.digest == trainers[0].state.digest
     assert torch.equal(flat_weights(fresh.inner.model), fresh.state.anchor)
 
@@ -139,7 +139,7 @@ class Scripted:
     def withdraw(self) -> None: ...
     def adopt(self, tip: Any) -> None: ...
     def distrust(self, peer: bytes) -> None: ...
-    def fetch(self, donor: bytes, request: Any) -> bytes:
+    def fetch(self, donor: bytes, request: Any, max_bytes: int) -> bytes:
         return b""
 
     def waiting_for(self) -> str:
@@ -309,3 +309,89 @@ def test_golden_outer_trajectory_of_small_integers() -> None:
         path.append((float(anchor), float(momentum)))
     assert path == [(10.0, 4.0), (6.0, 4.0)]
     assert eta_mu(OuterConfig(), "muon", [4], 0) == (717 / 1024, 0.0)
+
+
+def test_an_outcome_that_comes_late_is_not_applied_to_another_tip(tmp_path: Path) -> None:
+    l = law(1, rounds=9, overlap="keep")  # noqa: E741
+    trainer, exchange = scripted(l, tmp_path)
+    while not exchange.begun:
+        trainer.advance()
+    checked = entry_of(l, {1: exchange.begun[0]})
+    trainer.on_outcome(Committed(checked))
+    before = (trainer.state.tip, trainer.state.digest)
+    trainer.on_outcome(Committed(checked))
+    assert (trainer.state.tip, trainer.state.digest) == before
+
+
+def test_a_roll_back_with_a_packet_out_keeps_what_the_packet_says(tmp_path: Path) -> None:
+    l = law(1, rounds=9, overlap="keep", inner_steps=20, eta=1.0, mu=0.0)  # noqa: E741
+    trainer, exchange = scripted(l, tmp_path)
+    while not exchange.begun:
+        trainer.advance()
+    theta_begin = trainer._round.theta_begin.clone()  # type: ignore[union-attr]
+    with torch.no_grad():
+        next(trainer.inner.model.parameters()).fill_(float("nan"))
+    for _ in range(10):
+        trainer.advance()
+    assert torch.equal(flat_weights(trainer.inner.model), theta_begin)
+    trainer.on_outcome(Committed(entry_of(l, {1: exchange.begun[0]})))
+    assert torch.equal(flat_weights(trainer.inner.model), trainer.state.anchor)  # no progress since, and none subtracted
+
+
+def test_the_rate_never_falls_back_while_an_exchange_runs(tmp_path: Path) -> None:
+    l = law(1, rounds=20, overlap="keep", clock="time", inner_steps=8)  # noqa: E741
+    trainer, _ = scripted(l, tmp_path)
+    rates = []
+    while trainer.total_steps < 14:
+        steps = trainer.total_steps
+        rate = trainer._lr()
+        trainer.advance()
+        if trainer.total_steps > steps:
+            rates.append(rate)
+    assert rates[0] > 0 and rates == sorted(rates)
+
+
+@pytest.mark.parametrize("claim", ["weight", "tokens", "stranger", "nested", "truncated", "lighter"])
+def test_a_donor_that_lies_about_its_state_changes_nothing(tmp_path: Path, claim: str) -> None:
+    l = law(2, rounds=7)  # noqa: E741
+    honest = swarm(l, 2, tmp_path)[0]
+    trainer, exchange = scripted(l, tmp_path / "own")
+    own = honest.state.tip if claim in ("stranger", "lighter") else trainer.state.tip
+    trainer.state.tip = dataclasses.replace(own, weight=1) if claim == "stranger" else own
+    tip = honest.state.tip
+    lies = {"weight": {"weight": 10**9}, "tokens": {"tokens": 10**15}, "lighter": {"weight": tip.weight - 1},
+            "stranger": {"recent": (b"\x05" * 32, b"\x06" * 32), "head": b"\x06" * 32}}
+    lie = dataclasses.replace(tip, **lies.get(claim, {}))
+    store = Store(tmp_path / "liar", l.layout, b"")
+    store.pin(dataclasses.replace(honest.state, tip=lie))
+    path = tmp_path / "liar" / "snapshots" / f"{tip.k:09d}.safetensors"
+    if claim == "nested":
+        rewrite(store, path, (100_000).to_bytes(8, "little") + b"[" * 100_000)
+    if claim == "truncated":
+        rewrite(store, path, path.read_bytes()[:-4])
+    from p2p_muloco.exchange import Behind
+    from p2p_muloco.snapshot import serve
+
+    exchange.fetch = lambda donor, request, max_bytes: serve(store, request, b"")  # type: ignore[method-assign]
+    before = (trainer.state.tip, trainer.state.digest, trainer.ended)
+    trainer.catch_up(Behind(99, lie.head, (b"liar",)))
+    assert (trainer.state.tip, trainer.state.digest, trainer.ended) == before
+
+
+def rewrite(store: Store, path: Path, whole: bytes) -> None:
+    """Give a snapshot other bytes, with a manifest that fits them."""
+    import hashlib
+    import json
+
+    path.write_bytes(whole)
+    assert len(whole) < 4 * 2**20
+    path.with_suffix(".json").write_text(json.dumps({"size": len(whole), "sha256": [hashlib.sha256(whole).hexdigest()]}))
+
+
+def test_another_chains_state_takes_the_place_of_the_abandoned_one(tmp_path: Path) -> None:
+    l = law(2, rounds=3, snapshot_every=100)  # noqa: E741
+    trainers = swarm(l, 2, tmp_path)
+    store = trainers[0].store
+    assert store.entry(3) and store.pinned() == [3]
+    store.restart_from(genesis_state(l))
+    assert store.entry(3) == b"" and store.pinned() == [0] and store.manifest()
