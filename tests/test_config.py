@@ -162,7 +162,7 @@ def test_run_id_and_warnings() -> None:
 
 PEER = peer_name(identity(3).peer_id)
 ADDRESSES = (f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}", f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}",
-             f"/dns4/boot.example.org/udp/65535/quic-v1/p2p/{PEER}")
+             f"/dns4/boot.example.org/tcp/65535/p2p/{PEER}")
 JOIN = JoinString(addresses=ADDRESSES, run_id=RunConfig().run_id, config_hash=RunConfig().hash, owner="cd" * 32)
 
 
@@ -225,6 +225,7 @@ def test_a_false_field_in_a_sound_string_is_named(changes: dict[str, object], wo
 def test_addresses() -> None:
     assert [check_address(address) for address in ADDRESSES] == list(ADDRESSES)
     for wrong in ("", 3, None, f"/ip4//tcp/1/p2p/{PEER}", f"/ip4/a b/tcp/1/p2p/{PEER}", ADDRESSES[0] + "\n",
-                  f"/ip4/1.2.3.4/tcp/123456/p2p/{PEER}", ADDRESSES[0].replace("p2p", "ipfs")):
+                  f"/ip4/1.2.3.4/tcp/123456/p2p/{PEER}", ADDRESSES[0].replace("p2p", "ipfs"),
+                  f"/ip4/1.2.3.4/udp/1/quic-v1/p2p/{PEER}"):
         with pytest.raises(ConfigError, match="must look like /ip4"):
             check_address(wrong)
