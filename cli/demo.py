@@ -97,10 +97,11 @@ class _Processes:
         return self
 
     def start(self, log: Path, *arguments: str) -> subprocess.Popen[str]:
+        # -P: a source tree in the current folder must not hide the installed package
         # two gigabytes of address space a thread arena are nothing on one peer and much on many
         environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
         with open(log, "w") as file:
-            process = subprocess.Popen([sys.executable, "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
+            process = subprocess.Popen([sys.executable, "-P", "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
                                        stderr=file, text=True, start_new_session=True, env=environment)
         self.running.append((process, log))
         return process
