@@ -16,7 +16,7 @@ LAYERS = [
     {"merge", "model", "data"},
     {"packet"},
     {"chain"},
-    {"messages", "reports", "snapshot"},
+    {"bounds", "messages", "reports", "snapshot"},
     {"reduce"},
     {"allreduce"},
     {"member"},
