@@ -5,49 +5,73 @@ send, `wake_at` when to call again, `result` how it ended.
 
     scatter  each member sends parts of its packet to the member that reduces them
     gather   each reducer sends its averaged bytes, encoded once, and a signed record of them
-    confirm  members compare roots; who lacks a span whose reducer is lost asks members who may hold it
-    commit   all spans are held under one root, and every member has confirmed it, gave up, is gone, or time is up
+    confirm  each member signs the root of the records it holds
+    commit   all members that are left signed one root, or more than half of START's did and the others had a second more
 
-Why nobody differs: a span has one signed record; two versions of it void the attempt. Who gives up while the others
-commit learns of it before it commits anything else, because a leader asks all members first (member.py). And nobody
-commits alone what all others who answer gave up: they may be about to agree on something else.
+A lost sender is counted up to its first missing part. A lost reducer's span goes to the next candidate by order of the
+coordinator: the leader, or the first after it in leader_order that is not lost, so a lost leader costs nothing either. Who
+holds what the lost reducer made says so to the new one, which then passes that on instead of making it again. Lost means:
+the transport says so, it gave up, it broke a rule, or it answered nothing for SILENCE_S though asked.
 
-Cost for a member: 2 (n-1)/n of a packet each way, whatever n; plus about 1 kB a member for lists and records.
+Why nobody differs: a root needs half of START's members, more than half if one of them gave up, for it may be agreeing
+with others on something else; a later turn's version of a span replaces an earlier one before that; and two versions of one
+turn are proof against their reducer and void the attempt.
+
+Cost for a member: 2 (n-1)/n of a packet each way, whatever n; plus about 1 kB a member for lists and records, and 2/n of a
+packet for each reducer that is lost.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2p_muloco.chain import (
+    BROKE_RULE,
+    TOO_LATE,
+    VANISHED,
     Checked,
     CheckedStart,
     Entry,
     Law,
+    Order,
     Signed,
-    Span,
     Tip,
-    check_averaged,
     check_record,
+    confirms_root,
+    leader_order,
     root_of,
+    sign_root,
 )
 from p2p_muloco.errors import BadPacket
+from p2p_muloco.held import HeldSpan, TwoVersions, Version
 from p2p_muloco.identity import Identity
 from p2p_muloco.messages import (
+    EXCHANGING,
     FRAME_BYTES,
     Abandon,
     Averaged,
     Confirm,
     Fetch,
-    Lacking,
     Parts,
+    Poll,
+    Proof,
+    Reassign,
     RecordMessage,
 )
-from p2p_muloco.reduce import BROKE_RULE, TOO_LATE, VANISHED, SpanReducer
+from p2p_muloco.packet import Packet
+from p2p_muloco.reduce import SpanReducer
 from p2p_muloco.wire import Record
 
-__all__ = ["Attempt", "Lost"]
+__all__ = ["SILENCE_S", "Attempt", "Lost"]
+
+ASK_S = 1.0  # between two questions to a member from which nothing comes
+SILENCE_S = 5.0  # a member from which nothing comes for so long is lost
+GRACE_S = 1.0  # and a tenth of the time so far: for those that confirm after more than half have
+SHOWN = 8  # times that records are shown to one member that confirms other roots
+LENGTHENED = 3  # an attempt whose reducers are lost lasts at most so many times what START says
 
 
 @dataclass(frozen=True)
@@ -55,60 +79,42 @@ class Lost:
     """An attempt that ended without an entry; the state is as it was."""
 
     reason: str
-    suspects: frozenset[bytes] = frozenset()
-
-
-class HeldSpan:
-    """What this member holds of one span: encoded averaged parts, and the reducer's record."""
-
-    def __init__(self, law: Law, span: Span) -> None:
-        self.law, self.span = law, span
-        self.source: bytes | None = span.reducer  # the only member it is taken from
-        self.asked: set[bytes] = set()
-        self.record: Signed | None = None
-        self.data: bytes | None = None  # once whole and checked
-        self._parts: dict[int, bytes] = {}
-
-    def add(self, first: int, stop: int, data: bytes | memoryview) -> None:
-        if self.span.first <= first < stop <= self.span.stop:
-            for part, piece in enumerate(self.law.layout.down_parts(first, stop, data), start=first):
-                self._parts.setdefault(part, bytes(piece))
-
-    def settle(self, start: CheckedStart) -> bool:
-        """True if the span has just become whole; raise BadPacket if its bytes are not those that were signed."""
-        if self.data is not None or self.record is None or len(self._parts) < self.span.n_parts:
-            return False
-        data = b"".join(self._parts[part] for part in range(self.span.first, self.span.stop))
-        if hashlib.sha256(data).digest() != check_record(start, self.record).digest:
-            raise BadPacket(f"span {self.span.index} is not what its reducer signed")
-        check_averaged(self.law, self.span, data)
-        self.data, self._parts = data, {}
-        return True
-
-    def forget(self) -> None:
-        self.source, self.record, self._parts = None, None, {}
+    suspects: frozenset[bytes] = frozenset()  # whose span was lost with them
+    left: frozenset[bytes] = frozenset()  # who gave up before this member did
+    proof: Proof | None = None
 
 
 class Attempt:
-    """This peer's side of one attempt. `start` is checked and holds this peer; `payload` is its whole packet."""
+    """This peer's side of one attempt. `start` is checked and holds this peer; `packet` is its own."""
 
-    def __init__(self, law: Law, identity: Identity, tip: Tip, start: CheckedStart, payload: bytes, now: float) -> None:
-        self.law, self.identity, self.tip, self.start, self.payload = law, identity, tip, start, payload
+    def __init__(self, law: Law, identity: Identity, tip: Tip, start: CheckedStart, packet: Packet, now: float) -> None:
+        self.law, self.identity, self.tip, self.start, self.packet = law, identity, tip, start, packet
         self.me = identity.peer_id
         self.others = [peer for peer in start.members if peer != self.me]
-        limits = start.start
-        self.scatter_at = now + limits.scatter_ms / 1e3
-        self.gather_at = now + limits.gather_ms / 1e3
-        self.confirm_at = now + limits.confirm_ms / 1e3
+        s = start.start
+        self.scatter_s, self.gather_s, self.confirm_s = s.scatter_ms / 1e3, s.gather_ms / 1e3, s.confirm_ms / 1e3
+        self.confirm_at, self.ends_at = now + self.confirm_s, now + LENGTHENED * self.confirm_s
         self.outbox: list[tuple[bytes, Record]] = []
         self.result: Checked | Lost | None = None
-        self.held = [HeldSpan(law, span) for span in start.spans]
-        self.reducers = {s.index: SpanReducer(law, start, s) for s in start.spans if s.reducer == self.me}
-        self._gone: set[bytes] = set()  # the transport says so
-        self._left: set[bytes] = set()  # gave up, or broke a rule
-        self._roots: dict[bytes, bytes] = {}
+        self.held = [HeldSpan(law, start, span, packet.limits) for span in start.spans]
+        self.reducers: dict[int, SpanReducer] = {}
+        self._scatter_at: dict[int, float] = {}  # of each span that this member reduces
+        self._due_at = [now + self.gather_s] * len(self.held)
+        self._heard_at = dict.fromkeys(self.others, now)
+        self._began_at = self._asked_at = now
+        self._lost: dict[bytes, int] = {}  # peer -> why, as in chain.REASONS
+        self._spoke: set[bytes] = set()  # members that are known to have entered
+        self._left: set[bytes] = set()  # of the lost: who gave up, so it may be reached
+        self._suspects: set[bytes] = set()  # whose span was lost with them
+        self._pending: dict[int, tuple[Order, Reassign]] = {}  # orders of who is no coordinator to this member (yet)
+        self._roots: dict[bytes, tuple[bytes, bytes]] = {}  # peer -> root, signature
         self._root: bytes | None = None
-        self._showed: set[bytes] = set()
+        self._half_at: float | None = None
+        self._showed: set[tuple[bytes, bytes, bytes]] = set()
+        self._order = [s.leader, *(p for p in leader_order(tip.head, start.members) if p != s.leader)]
+        for held in self.held:
+            if held.span.reducer == self.me:
+                self._reduce(held, now)
         self._scatter()
         self._settle(now)
 
@@ -117,6 +123,8 @@ class Attempt:
     def on_message(self, sender: bytes, message: Record, now: float) -> None:
         if sender not in self.others:
             return
+        self.hear(sender, now)
+        self._spoke.add(sender)
         if self.result is not None:
             if isinstance(self.result, Checked) and isinstance(message, Fetch) and message.span < len(self.held):
                 self._send_span(sender, self.held[message.span])  # a straggler may still finish by itself
@@ -126,200 +134,399 @@ class Attempt:
                 case Parts():
                     self._on_parts(sender, message)
                 case Averaged() if message.span < len(self.held):
-                    held = self.held[message.span]
-                    if sender == held.source and held.data is None:
-                        held.add(message.first, message.stop, message.data)
+                    if sender == self.held[message.span].source:
+                        self.held[message.span].add(message.turn, message.first, message.stop, message.data)
                 case RecordMessage():
                     self._on_record(sender, Signed(message.body, message.signature))
                 case Confirm():
-                    self._roots[sender] = message.root
+                    self._on_confirm(sender, message)
                 case Fetch() if message.span < len(self.held):
                     self._on_fetch(sender, self.held[message.span])
-                case Lacking() if message.span < len(self.held):
-                    if self.held[message.span].source == sender:
-                        self._seek(self.held[message.span])
+                case Reassign():
+                    self._on_reassign(message, now)
                 case Abandon():
                     self._left.add(sender)
-                    self._lose(sender, VANISHED)
+                    self._lose(sender, VANISHED, now)
+        except TwoVersions as found:
+            self._void(found)
         except BadPacket:
-            self._left.add(sender)
-            self._lose(sender, BROKE_RULE)
+            self._lose(sender, BROKE_RULE, now)
         self._settle(now)
 
     def on_gone(self, peer: bytes, now: float) -> None:
         if self.result is None and peer in self.others:
-            self._gone.add(peer)
-            self._lose(peer, VANISHED)
+            self._lose(peer, VANISHED, now)
             self._settle(now)
 
     def on_regrouping(self, peer: bytes, now: float) -> None:
-        """A member gathers at this head, so it is not in here; with the leader lost, START did not reach everybody.
+        """A member gathers at this head, so it is not in here (any more).
 
         The leader gathered before its START, and that word may come late: when it gives up it says so itself.
         """
-        if peer == self.start.start.leader:
-            return
-        self.on_message(peer, Abandon(self.start.group), now)
-        if self._root is None and self.start.start.leader in self._gone | self._left:
-            self.abandon("its leader is lost and others gather anew")
+        if peer != self.start.start.leader and peer in self.others:
+            self.on_message(peer, Abandon(self.start.group), now)
+
+    def on_outside(self, peer: bytes, now: float) -> None:
+        """A member says that it is in no exchange at this head; START can't reach it any more if its leader is lost."""
+        if peer in self.others and peer not in self._spoke and self.start.start.leader in self._lost:
+            self.on_message(peer, Abandon(self.start.group), now)
+
+    def on_committed(self) -> None:
+        """Another member has committed what this one holds too: nothing is left to wait for but signatures."""
+        if self.result is None and self._root is not None and self._are_enough(len(self._confirming())):
+            self._commit()
+
+    def hear(self, peer: bytes, now: float) -> None:
+        if peer in self._heard_at:
+            self._heard_at[peer] = now
 
     def on_time(self, now: float) -> None:
-        if self.result is None and now >= self.scatter_at:
-            for reducer in self.reducers.values():
+        if self.result is not None:
+            return
+        for index, reducer in self.reducers.items():
+            if now >= self._scatter_at[index]:
                 for member in reducer.missing():
                     reducer.close(member, TOO_LATE)
-        if self.result is None and now >= self.gather_at:
-            for held in self.held:
-                if held.data is None and held.source == held.span.reducer:
-                    self._seek(held)
+        if now >= self._asked_at + ASK_S:
+            self._ask_silent(now)
+        for held in self.held:
+            if held.whole is None and now >= self._due_at[held.span.index] and self.result is None:
+                self._due_at[held.span.index] = now + self.gather_s
+                self._source_lost(held, now)
         self._settle(now)
-        if self.result is None and now >= self.confirm_at:
+        if now >= min(self.confirm_at, self.ends_at):
             self.decide()
 
     def decide(self) -> None:
-        """End it now: with the entry if every span is held, else without."""
+        """End it now: with the entry if half of its members hold the same spans, else without."""
         if self.result is not None:
             return
-        if self._root is None:
-            lacking = [held.span.reducer for held in self.held if held.data is None]
+        lacking = [held.reducer for held in self.held if held.whole is None]
+        if lacking:
             self.abandon("not all averaged spans arrived in time", frozenset(lacking) - {self.me})
-        elif self._left and self._root not in self._roots.values():
-            self.abandon("nobody else confirmed it, and not all are gone")
+        elif not self._are_enough(len(self._confirming())):
+            self.abandon("too few of its members confirmed it in time")
         else:
             self._commit()
 
-    def abandon(self, reason: str, suspects: frozenset[bytes] = frozenset()) -> None:
+    def abandon(self, reason: str, suspects: frozenset[bytes] = frozenset(), proof: Proof | None = None) -> None:
         if self.result is None:
-            self.result = Lost(reason, suspects)
+            self.result = Lost(reason, suspects | self._suspects, frozenset(self._left), proof)
             self.outbox += [(peer, Abandon(self.start.group)) for peer in self.others]
 
     @property
     def wake_at(self) -> float | None:
         if self.result is not None:
             return None
-        if any(reducer.missing() for reducer in self.reducers.values()):
-            return self.scatter_at
-        if any(held.data is None and held.source == held.span.reducer for held in self.held):
-            return self.gather_at
-        return self.confirm_at
+        times = [self.confirm_at, self.ends_at, self._asked_at + ASK_S]
+        times += [self._scatter_at[index] for index, reducer in self.reducers.items() if reducer.missing()]
+        times += [self._due_at[held.span.index] for held in self.held if held.whole is None]
+        if self._half_at is not None:
+            times.append(self._grace_until())
+        return min(times)
+
+    @property
+    def head(self) -> bytes:
+        """What the entry's head will be if this member commits now; b'' while it holds too little."""
+        return b"" if self._root is None else hashlib.sha256(self.tip.head + self.start.group + self._root).digest()
 
     def progress(self) -> str:
         """For people: what it waits for."""
-        spans = sum(held.data is not None for held in self.held)
+        spans = sum(held.whole is not None for held in self.held)
+        lost = f" ({len(self._lost)} lost)" if self._lost else ""
         if self._root is None:
-            return f"averaging with {len(self.others)} peers: {spans} of {len(self.held)} spans"
-        agreeing = 1 + sum(root == self._root for root in self._roots.values())
-        return f"confirming: {agreeing} of {len(self.start.members)} agree"
+            return f"averaging with {len(self.others)} peers{lost}: {spans} of {len(self.held)} spans"
+        return f"confirming: {len(self._confirming())} of {len(self.start.members)} agree{lost}"
 
-    # -- what it does
+    # -- sending and reducing
 
     def _scatter(self) -> None:
-        for span in self.start.spans:
-            for first, stop in self.law.layout.frames(self.law.layout.up_offsets, span.first, span.stop, FRAME_BYTES):
-                data = self.law.layout.up_slice(self.payload, first, stop)
-                if span.reducer == self.me:
-                    self.reducers[span.index].add(self.start.members.index(self.me), first, stop, data)
-                else:
-                    self.outbox.append((span.reducer, Parts(self.start.group, first, stop, data)))
+        """A frame to each reducer in turn, so that all of them can begin."""
+        rows = []
+        for held in self.held:
+            if held.reducer != self.me:
+                rows.append([(held.reducer, parts) for parts in self._own_parts(held)])
+        for row in itertools.zip_longest(*rows):
+            self.outbox += [message for message in row if message is not None]
+
+    def _own_parts(self, held: HeldSpan) -> list[Parts]:
+        layout, span = self.law.layout, held.span
+        frames = layout.frames(layout.up_offsets, span.first, span.stop, FRAME_BYTES)
+        return [Parts(self.start.group, first, stop, layout.up_slice(self.packet.payload, first, stop))
+                for first, stop in frames]
+
+    def _reduce(self, held: HeldSpan, now: float) -> None:
+        reducer = SpanReducer(self.law, self.start, held.span, self.packet.limits, held.turn)
+        self.reducers[held.span.index] = reducer
+        self._scatter_at[held.span.index] = now + self.scatter_s
+        held.expect(self.me)
+        for peer, reason in self._lost.items():
+            reducer.close(self.start.members.index(peer), reason)
+        for parts in self._own_parts(held):
+            reducer.add(self.start.members.index(self.me), parts.first, parts.stop, parts.data)
+
+    def _say_parts(self, held: HeldSpan) -> None:
+        """Send the span once more, to the reducer whose turn it is now; once a turn, however often it asks."""
+        if held.said < held.turn:
+            held.said = held.turn
+            self.outbox += [(held.reducer, parts) for parts in self._own_parts(held)]
 
     def _on_parts(self, sender: bytes, message: Parts) -> None:
         for reducer in self.reducers.values():
             if reducer.span.first <= message.first < reducer.span.stop:
                 reducer.add(self.start.members.index(sender), message.first, message.stop, message.data)
 
+    def _publish(self, reducer: SpanReducer) -> None:
+        held, span = self.held[reducer.span.index], reducer.span
+        for first, stop, data in reducer.take():
+            message = Averaged(self.start.group, span.index, reducer.turn, first, stop, data)
+            self.outbox += [(peer, message) for peer in self._present()]
+        if reducer.finished and reducer.turn not in held.records:
+            data = b"".join(reducer.averaged)
+            signed = Signed.make(reducer.record(hashlib.sha256(data).digest()), self.identity)
+            held.keep(Version(reducer.turn, signed, data))
+            self._send_record(self._present(), signed)
+
+    # -- spans
+
     def _on_record(self, sender: bytes, signed: Signed) -> None:
-        record = check_record(self.start, signed)
-        held = self.held[record.span]
-        if held.record is not None and held.record.body != signed.body:
-            reducer = held.span.reducer
-            self.abandon(f"the reducer of span {record.span} signed two versions of it", frozenset([reducer]))
-        elif sender == held.source:
-            held.record = signed
+        held = self.held[check_record(self.start, signed).span]
+        turn = held.add_record(signed)
+        if held.reducer == self.me and turn < held.turn and held.whole is None and sender not in held.holders:
+            held.holders.append(sender)
+            if held.source == self.me:
+                self._take_over_version(held)
+        later = held.whole is not None and turn > held.whole.turn
+        if later and sender in self._roots and (turn > held.turn or held.source in self._lost):
+            held.turn = max(held.turn, turn)  # it confirmed a later version than this member will get from elsewhere
+            held.expect(sender)
+            self.outbox.append((sender, Fetch(self.start.group, held.span.index)))
+
+    def _take_over_version(self, held: HeldSpan) -> None:
+        """An earlier turn's version is held by somebody: pass it on instead of making another."""
+        if held.holders:
+            held.expect(held.holders[0])
+            self.outbox.append((held.holders[0], Fetch(self.start.group, held.span.index)))
+        else:
+            held.expect(self.me)
 
     def _on_fetch(self, sender: bytes, held: HeldSpan) -> None:
-        if held.data is not None and held.record is not None:
+        if held.whole is not None:
             self._send_span(sender, held)
         else:
-            self.outbox.append((sender, Lacking(self.start.group, held.span.index)))
+            held.wanted_by.add(sender)
 
-    def _lose(self, peer: bytes, reason: int) -> None:
-        """A member is gone, gave up or broke a rule: nothing more is expected of it."""
+    def _send_span(self, peer: bytes, held: HeldSpan) -> None:
+        version, layout, span = held.whole, self.law.layout, held.span
+        assert version is not None
+        base = layout.down_offsets[span.first]
+        for first, stop in layout.frames(layout.down_offsets, span.first, span.stop, FRAME_BYTES):
+            data = memoryview(version.data)[layout.down_offsets[first] - base : layout.down_offsets[stop] - base]
+            self.outbox.append((peer, Averaged(self.start.group, span.index, version.turn, first, stop, data)))
+        self._send_record([peer], version.record)
+
+    def _send_record(self, peers: list[bytes], signed: Signed) -> None:
+        self.outbox += [(peer, RecordMessage(self.start.group, signed.body, signed.signature)) for peer in peers]
+
+    # -- members and reducers that are lost
+
+    def _present(self) -> list[bytes]:
+        return [peer for peer in self.others if peer not in self._lost]
+
+    def _coordinator(self) -> bytes:
+        return next(peer for peer in self._order if peer not in self._lost)
+
+    def _ask_silent(self, now: float) -> None:
+        self._asked_at = now
+        for peer in self._present():
+            if now >= self._heard_at[peer] + SILENCE_S:
+                self._lose(peer, VANISHED, now)
+            elif now >= self._heard_at[peer] + ASK_S:
+                self._ask([peer])
+
+    def _ask(self, peers: Iterable[bytes]) -> None:
+        self.outbox += [(peer, Poll(self.tip.head, self.tip.k, EXCHANGING)) for peer in peers]
+
+    def _lose(self, peer: bytes, reason: int, now: float) -> None:
+        """A member is gone, silent, gave up or broke a rule: nothing more is expected of it."""
+        if peer in self._lost:
+            return
+        self._lost[peer] = reason
+        if peer == self.start.start.leader:  # perhaps before START had reached everybody
+            self._ask(p for p in self._present() if p not in self._spoke)
+        coordinator = self._coordinator()
         for reducer in self.reducers.values():
             reducer.close(self.start.members.index(peer), reason)
         for held in self.held:
-            if held.data is None and held.source == peer:
-                self._seek(held)
+            held.holders = [holder for holder in held.holders if holder != peer]
+            if held.whole is None and held.source in (peer, None):
+                self._source_lost(held, now)
+        for order, message in list(self._pending.values()):
+            if order.by == coordinator:
+                self._obey(order, message, now)
 
-    def _seek(self, held: HeldSpan) -> None:
-        """Ask the next member for a span whose source is lost; give up when nobody is left to ask."""
-        held.forget()
-        left = [p for p in self.others if p not in self._gone | self._left | held.asked and p != held.span.reducer]
-        left.sort(key=lambda peer: peer not in self._roots)  # who confirmed holds it
-        if held.span.reducer == self.me or not left:
-            self.abandon(f"span {held.span.index} is lost with its reducer", frozenset([held.span.reducer]) - {self.me})
+    def _source_lost(self, held: HeldSpan, now: float) -> None:
+        """The one from whom a span should come won't send it."""
+        coordinator = self._coordinator()
+        if held.reducer == self.me:
+            self._take_over_version(held)
+        elif coordinator == self.me:
+            self._suspects.add(held.reducer)
+            self._reassign(held, now)
+        elif held.source != coordinator:
+            held.expect(coordinator)
+            self.outbox.append((coordinator, Fetch(self.start.group, held.span.index)))
+
+    def _reassign(self, held: HeldSpan, now: float) -> None:
+        candidates = self.start.candidates(held.span.index)
+        turns = [t for t in range(held.turn + 1, len(candidates)) if candidates[t] not in self._lost]
+        if not turns:
+            self.abandon(f"span {held.span.index} is lost with all who could reduce it")
             return
-        held.source = left[0]
-        held.asked.add(left[0])
-        self.outbox.append((left[0], Fetch(self.start.group, held.span.index)))
+        order = Order(start=self.start.group, span=held.span.index, turn=turns[0], by=self.me)
+        signed = Signed.make(order, self.identity)
+        self._obey(order, Reassign(self.start.group, signed.body, signed.signature), now)
+
+    def _on_reassign(self, message: Reassign, now: float) -> None:
+        order = Order.unpack(message.body)
+        if not (order.start == self.start.group and order.by in self.start.members and order.span < len(self.held)
+                and order.turn < len(self.start.candidates(order.span))
+                and Signed(message.body, message.signature).by("Order", order.by)):
+            raise BadPacket("an order of another group, or not signed by a member")
+        if order.by == self._coordinator():
+            self._obey(order, message, now)
+        else:
+            self._pending[order.span] = (order, message)
+
+    def _obey(self, order: Order, message: Reassign, now: float) -> None:
+        held = self.held[order.span]
+        self._pending.pop(order.span, None)
+        if order.turn <= held.turn:
+            if (order.turn, order.by) == (held.turn, self.me) and held.whole is None:
+                self._say_parts(held)  # the new reducer shows this coordinator's own order: now it is ready for parts
+            return
+        held.turn = order.turn
+        self._due_at[order.span] = now + self.gather_s
+        self.confirm_at = max(self.confirm_at, now + self.confirm_s)
+        if held.reducer == self.me:
+            self.outbox += [(peer, message) for peer in self._present()]
+            self._take_turn(held, now)
+        else:
+            self.reducers.pop(order.span, None)
+            if order.by == self.me:
+                self.outbox.append((held.reducer, message))
+            held.expect(held.reducer)
+            if held.whole is not None:
+                self._send_record([held.reducer], held.whole.record)
+            elif order.by != self.me:
+                self._say_parts(held)
+        if held.reducer in self._lost:
+            self._source_lost(held, now)
+
+    def _take_turn(self, held: HeldSpan, now: float) -> None:
+        if held.whole is None:
+            self._reduce(held, now)
+        else:
+            held.expect(self.me)
+            for peer in self._present():
+                self._send_span(peer, held)
+
+    # -- agreeing
+
+    def _on_confirm(self, sender: bytes, message: Confirm) -> None:
+        if not confirms_root(sender, self.start.group, message.root, message.signature):
+            raise BadPacket("a confirmation that its sender did not sign")
+        self._roots[sender] = (message.root, message.signature)
+
+    def _confirming(self) -> list[bytes]:
+        """Members, this one included, that hold what this one holds."""
+        return [p for p in self.start.members if p == self.me or self._roots.get(p, (b"",))[0] == self._root]
 
     def _settle(self, now: float) -> None:
         """Whatever has become possible: publish averaged parts, settle spans, confirm, commit."""
         if self.result is not None:
             return
-        for reducer in self.reducers.values():
+        for reducer in list(self.reducers.values()):
             self._publish(reducer)
         for held in self.held:
-            try:
-                held.settle(self.start)
-            except BadPacket:
-                self._seek(held)
+            self._settle_span(held, now)
             if self.result is not None:
                 return
-        if self._root is None and all(held.data is not None for held in self.held):
-            self._root = root_of([held.record for held in self.held if held.record])
-            self.outbox += [(peer, Confirm(self.start.group, self._root)) for peer in self.others]
+        self._confirm()
+        if not self._are_enough(max(1 + len(self._present()), len(self._confirming()))):
+            self.abandon("too few of its members are left")
+            return
         if self._root is not None:
             self._compare()
-            waited_for = set(self.others) - self._gone - self._left
-            if all(self._roots.get(peer) == self._root for peer in waited_for):
-                self.decide()
+            self._end_if_agreed(now)
 
-    def _publish(self, reducer: SpanReducer) -> None:
-        held, span = self.held[reducer.span.index], reducer.span
-        for first, stop, data in reducer.take():
-            held.add(first, stop, data)
-            self.outbox += [(peer, Averaged(self.start.group, span.index, first, stop, data)) for peer in self.others]
-        if reducer.finished and held.record is None:
-            record = reducer.record(hashlib.sha256(b"".join(reducer.averaged)).digest())
-            held.record = Signed.make(record, self.identity)
-            self._send_records(self.others, [held])
+    def _settle_span(self, held: HeldSpan, now: float) -> None:
+        try:
+            if not held.settle():
+                return
+        except BadPacket:  # its source, or the reducer that signed it
+            source = held.source
+            held.expect(None)
+            if source is not None and source != self.me:
+                self._lose(source, BROKE_RULE, now)
+            return
+        if held.reducer == self.me and held.span.index in self.reducers:  # an earlier turn's, from one who held it
+            del self.reducers[held.span.index]
+            for peer in self._present():
+                self._send_span(peer, held)
+        for peer in held.wanted_by:
+            self._send_span(peer, held)
+        held.wanted_by = set()
 
-    def _send_span(self, peer: bytes, held: HeldSpan) -> None:
-        assert held.data is not None and held.record is not None
-        layout, span = self.law.layout, held.span
-        base = layout.down_offsets[span.first]
-        for first, stop in layout.frames(layout.down_offsets, span.first, span.stop, FRAME_BYTES):
-            data = memoryview(held.data)[layout.down_offsets[first] - base : layout.down_offsets[stop] - base]
-            self.outbox.append((peer, Averaged(self.start.group, span.index, first, stop, data)))
-        self._send_records([peer], [held])
-
-    def _send_records(self, peers: list[bytes], spans: list[HeldSpan]) -> None:
-        for held in spans:
-            assert held.record is not None
-            message = RecordMessage(self.start.group, held.record.body, held.record.signature)
-            self.outbox += [(peer, message) for peer in peers]
+    def _confirm(self) -> None:
+        if any(held.whole is None for held in self.held):
+            return
+        root = root_of([held.whole.record for held in self.held if held.whole])
+        if root != self._root:
+            self._root, self._half_at = root, None
+            message = Confirm(self.start.group, root, sign_root(self.identity, self.start.group, root))
+            self.outbox += [(peer, message) for peer in self.others]
 
     def _compare(self) -> None:
-        """Show the records to whoever confirmed another root, so that a reducer's two versions meet."""
-        for peer, root in self._roots.items():
-            if root != self._root and peer not in self._showed:
-                self._showed.add(peer)
-                self._send_records([peer], self.held)
+        """Show the records to whoever confirmed another root: a reducer's two versions meet, or a later turn's is seen."""
+        assert self._root is not None
+        for peer, (root, _) in self._roots.items():
+            key = (peer, root, self._root)
+            shown = sum(seen[0] == peer for seen in self._showed)
+            if root != self._root and key not in self._showed and shown < SHOWN:
+                self._showed.add(key)
+                for held in self.held:
+                    if held.whole is not None:
+                        self._send_record([peer], held.whole.record)
+
+    def _are_enough(self, members: int) -> bool:
+        """Half of them if all others can't be reached; else more, for who gave up may agree with others on another."""
+        n = len(self.start.members)
+        return 2 * members > n or (2 * members == n and not self._left)
+
+    def _grace_until(self) -> float:
+        assert self._half_at is not None
+        return self._half_at + GRACE_S + (self._half_at - self._began_at) / 10
+
+    def _end_if_agreed(self, now: float) -> None:
+        confirming = self._confirming()
+        if 2 * len(confirming) > len(self.start.members) and self._half_at is None:
+            self._half_at = now
+        all_left_agree = set(self._present()) <= set(confirming) and self._are_enough(len(confirming))
+        if all_left_agree or (self._half_at is not None and now >= self._grace_until()):
+            self._commit()
+
+    def _void(self, found: TwoVersions) -> None:
+        first, second = found.records
+        proof = Proof(found.peer, (first.body, second.body), (first.signature, second.signature))
+        self.abandon("a reducer signed two versions of one span", frozenset([found.peer]) - {self.me}, proof)
 
     def _commit(self) -> None:
-        records = tuple(held.record for held in self.held if held.record)
-        entry = Entry(self.start.signed, records, tuple(held.data for held in self.held if held.data is not None))
-        assert len(records) == len(entry.data) == len(self.held)
-        head = hashlib.sha256(self.tip.head + self.start.group + root_of(records)).digest()
-        self.result = Checked(entry, self.start, tuple(check_record(self.start, r) for r in records), head)
-
+        assert self._root is not None
+        mine = sign_root(self.identity, self.start.group, self._root)
+        confirms = tuple((self.start.members.index(p), mine if p == self.me else self._roots[p][1]) for p in self._confirming())
+        versions = [held.whole for held in self.held if held.whole is not None]
+        entry = Entry(self.start.signed, tuple(v.record for v in versions), tuple(v.data for v in versions), confirms)
+        assert len(versions) == len(self.held) and self.start.is_half(len(confirms))
+        head = hashlib.sha256(self.tip.head + self.start.group + self._root).digest()
+        self.result = Checked(entry, self.start, tuple(check_record(self.start, v.record) for v in versions), head)

@@ -5,8 +5,10 @@
 
 START holds every member's signed HELLO, sorted by peer id, so its hash is the entry's header. Equal heads mean
 bit-equal anchor and momentum: the averaged bytes are named by the records, all arithmetic after them is bit-stable.
-From the chain also follow the clock, the schedule's token count, the membership, and which fork wins. Nothing here is
-read from the DHT. An entry holds one encoded model (`down_bytes`) and about 500 bytes a member.
+Beside an entry, not hashed, stand the signatures of at least half of START's members on its root: no reducer can make
+an entry alone, though another member may take over a span whose reducer is lost.
+From the chain also follow the clock, the schedule's token count, the membership, who is left out for a while, and which
+fork wins. Nothing here is read from the DHT. An entry holds one encoded model (`down_bytes`) and about 600 bytes a member.
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ from p2p_muloco.packet import Layout, Span, plan_spans
 from p2p_muloco.wire import MAX_ITEMS, Record, integer, many, raw, real
 
 __all__ = [
-    "Checked", "Entry", "Hello", "Law", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start",
-    "heavier", "leader_order", "merged_update",
+    "AGAINST", "BROKE_RULE", "COUNTED", "REASONS", "TOO_LATE", "TWO_VERSIONS", "VANISHED", "Checked", "CheckedStart", "Entry",
+    "Hello", "Law", "Order", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start", "confirms_root",
+    "heavier", "leader_order", "merged_update", "sign_root",
 ]
 
 MAX_MEMBERS = 64
 RECENT_HEADS = 64
+RECENT_TOKENS = 9  # entries back for which a packet may hold steps at their learning rate (bounds.py)
+BAN_ENTRIES = 16  # a peer that most reducers accuse takes no part in so many entries
+MAX_BANNED = 16
 NODE, CLIENT = 1, 0  # a node can be dialled and reduces; a client only sends and receives
-# Why a member's parts end where they end, in the words that are shown to people.
-REASONS = ("counted", "vanished", "too late", "sent bytes that break a rule")
+COUNTED, VANISHED, TOO_LATE, BROKE_RULE, AGAINST, TWO_VERSIONS = range(6)
+# Why a member's parts end where they end or why a peer is left out, in the words that are shown to people.
+REASONS = ("counted", "vanished", "too late", "sent bytes that break a rule", "pulled against all others",
+           "signed two versions of one span")
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class Law:
     @cached_property
     def genesis(self) -> Tip:
         head = hashlib.sha256(self.config_hash).digest()
-        return Tip(k=0, head=head, members=(), tokens=0, last_tokens=0, weight=0, period_ms=0, recent=(head,))
+        return Tip(k=0, head=head, members=(), tokens=0, last_tokens=0, weight=0, period_ms=0, recent=(head,),
+                   recent_tokens=(0,), banned=(), banned_until=(), banned_why=())
 
     @property
     def max_h(self) -> int:
@@ -107,11 +116,24 @@ class SpanRecord(Record):
     MAX_BYTES = 2048
     start: bytes = raw(32)
     span: int = integer(0, MAX_MEMBERS - 1)
+    turn: int = integer(0, MAX_MEMBERS - 1)  # 0: the planned reducer; else who took over (CheckedStart.candidates)
     digest: bytes = raw(32)
     counts: tuple[int, ...] = many(integer(0, 2**24), 1, MAX_MEMBERS)
     reasons: tuple[int, ...] = many(integer(0, len(REASONS) - 1), 1, MAX_MEMBERS)
     ratio_sum: float = real(0.0, 1e9)
     ratio_count: int = integer(0, 2**24)
+
+
+@dataclass(frozen=True)
+class Order(Record):
+    """A coordinator's signed word that a span's reducer is lost and the candidate of this turn takes over."""
+
+    KIND = 5
+    MAX_BYTES = 128
+    start: bytes = raw(32)
+    span: int = integer(0, MAX_MEMBERS - 1)
+    turn: int = integer(1, MAX_MEMBERS - 1)
+    by: bytes = raw(PEER_ID_BYTES)
 
 
 @dataclass(frozen=True)
@@ -156,6 +178,16 @@ class CheckedStart:
     def h(self) -> list[int]:
         return [hello.h for hello in self.hellos]
 
+    def candidates(self, span: int) -> list[bytes]:
+        """Who reduces a span, and who takes over after that: the planned reducer, then the other nodes, shuffled."""
+        planned = self.spans[span].reducer
+        others = [peer for peer, _ in _reducers(self.start, self.hellos) if peer != planned]
+        return [planned, *leader_order(self.group + bytes([span]), others)]
+
+    def is_half(self, members: int) -> bool:
+        """Whether so many are enough to confirm an entry."""
+        return 2 * members >= len(self.hellos)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -164,10 +196,11 @@ class Entry:
     start: Signed
     records: tuple[Signed, ...]
     data: tuple[bytes, ...]
+    confirms: tuple[tuple[int, bytes], ...]  # (index of a member, its signature of the root), not hashed
 
     def pack(self) -> bytes:
         records = [(r.body, r.signature) for r in self.records]
-        packed: bytes = msgpack.packb((self.start.body, self.start.signature, records, self.data))
+        packed: bytes = msgpack.packb((self.start.body, self.start.signature, records, self.data, self.confirms))
         return packed
 
     @classmethod
@@ -177,14 +210,16 @@ class Entry:
             raise BadPacket(f"an entry has {len(packed)} bytes; at most {max_bytes} are read")
         try:
             fields = msgpack.unpackb(packed, use_list=False, max_array_len=MAX_ITEMS, max_map_len=0)
-            body, signature, records, data = fields
-            entry = cls(Signed(body, signature), tuple(Signed(*record) for record in records), data)
+            body, signature, records, data, confirms = fields
+            entry = cls(Signed(body, signature), tuple(Signed(*record) for record in records), data, confirms)
             leaves = [x for signed in (entry.start, *entry.records) for x in (signed.body, signed.signature)]
-            if type(data) is tuple and all(type(x) is bytes for x in (*leaves, *data)) and entry.pack() == packed:
+            leaves += [signature for _, signature in confirms]
+            typed = type(data) is type(confirms) is tuple and all(type(index) is int for index, _ in confirms)
+            if typed and all(type(x) is bytes for x in (*leaves, *data)) and entry.pack() == packed:
                 return entry
         except Exception:  # msgpack raises many kinds on hostile bytes
             pass
-        raise BadPacket("an entry is not canonical msgpack of (START, signature, records, data)")
+        raise BadPacket("an entry is not canonical msgpack of (START, signature, records, data, confirms)")
 
 
 @dataclass(frozen=True)
@@ -207,6 +242,9 @@ class Checked:
         at = self.start.members.index(peer)
         return [(s, record.counts[at]) for s, record in zip(self.start.spans, self.records, strict=True)]
 
+    def reducer(self, record: SpanRecord) -> bytes:
+        return self.start.candidates(record.span)[record.turn]
+
     @cached_property
     def counted(self) -> tuple[Hello, ...]:
         """The members counted in at least one part, sorted by peer id."""
@@ -227,12 +265,22 @@ class Tip(Record):
     weight: int = integer(0, 2**60)  # counted inner steps: the heavier fork wins
     period_ms: int = integer(0, 2**40)  # time to the next entry at the swarm's median pace; 0 before the first
     recent: tuple[bytes, ...] = many(raw(32), 1, RECENT_HEADS)  # the last heads, oldest first, this one last
+    recent_tokens: tuple[int, ...] = many(integer(0, 2**62), 1, RECENT_TOKENS)  # C after the last entries, oldest first
+    banned: tuple[bytes, ...] = many(raw(PEER_ID_BYTES), 0, MAX_BANNED)  # who takes no part, sorted
+    banned_until: tuple[int, ...] = many(integer(0, 2**41), 0, MAX_BANNED)  # the last entry without each of them
+    banned_why: tuple[int, ...] = many(integer(0, len(REASONS) - 1), 0, MAX_BANNED)
+
+    def bans(self) -> dict[bytes, tuple[int, int]]:
+        """Peer -> (last entry without it, index of REASONS)."""
+        return dict(zip(self.banned, zip(self.banned_until, self.banned_why, strict=True), strict=True))
 
     @classmethod
     def unpack(cls, packed: bytes, data: bytes | memoryview = b"") -> Self:
         """Of an own file or a donor's snapshot; raise BadPacket where it is damaged."""
         tip = super().unpack(packed, data)
-        if tip.recent[-1] != tip.head or tip.members != tuple(sorted(set(tip.members))):
+        sorted_sets = all(peers == tuple(sorted(set(peers))) for peers in (tip.members, tip.banned))
+        fits = len(tip.banned) == len(tip.banned_until) == len(tip.banned_why) and tip.recent_tokens[-1] == tip.tokens
+        if tip.recent[-1] != tip.head or not (sorted_sets and fits):
             raise BadPacket("a chain's tip contradicts itself")
         return tip
 
@@ -261,6 +309,8 @@ def check_start(law: Law, tip: Tip, signed: Signed) -> CheckedStart:
     peers = [hello.peer for hello in hellos]
     if peers != sorted(set(peers)) or start.leader not in peers:
         raise BadPacket("START's members are not sorted, not distinct or without the leader")
+    if not set(peers).isdisjoint(tip.banned):
+        raise BadPacket("START lists a peer that takes no part in this entry")
     if not signed.by("Start", start.leader):
         raise BadPacket("START is not signed by its leader")
     for hello, body, signature in zip(hellos, start.hellos, start.signatures, strict=True):
@@ -294,7 +344,8 @@ def check_record(start: CheckedStart, signed: Signed) -> SpanRecord:
     span = start.spans[record.span]
     if len(record.counts) != n or len(record.reasons) != n or max(record.counts) != span.n_parts:
         raise BadPacket("a span record's counts do not fit its span")
-    if not signed.by("SpanRecord", span.reducer):
+    candidates = start.candidates(record.span) if record.turn else [span.reducer]
+    if record.turn >= len(candidates) or not signed.by("SpanRecord", candidates[record.turn]):
         raise BadPacket("a span record is not signed by its reducer")
     return record
 
@@ -302,6 +353,15 @@ def check_record(start: CheckedStart, signed: Signed) -> SpanRecord:
 def root_of(records: Sequence[Signed]) -> bytes:
     """32 bytes that name all spans' records, in span order."""
     return hashlib.sha256(b"".join(record.hash for record in records)).digest()
+
+
+def sign_root(identity: Identity, group: bytes, root: bytes) -> bytes:
+    """A member's signature that it holds every span under this root (64 bytes)."""
+    return identity.sign(b"Confirm", group + root)
+
+
+def confirms_root(peer: bytes, group: bytes, root: bytes, signature: bytes) -> bool:
+    return verify(peer, b"Confirm", group + root, signature)
 
 
 def check_entry(law: Law, tip: Tip, entry: Entry) -> Checked:
@@ -318,8 +378,15 @@ def check_entry(law: Law, tip: Tip, entry: Entry) -> Checked:
         if record.span != span.index or record.digest != hashlib.sha256(data).digest():
             raise BadPacket(f"span {span.index}'s bytes are not those its reducer signed")
         check_averaged(law, span, data)
-    head = hashlib.sha256(tip.head + start.group + root_of(entry.records)).digest()
-    return Checked(entry, start, records, head)
+    root = root_of(entry.records)
+    indices = [index for index, _ in entry.confirms]
+    if indices != sorted(set(indices)) or not all(0 <= index < len(start.members) for index in indices):
+        raise BadPacket("an entry's confirmations are not of distinct members in order")
+    if not all(confirms_root(start.members[i], start.group, root, signature) for i, signature in entry.confirms):
+        raise BadPacket("an entry holds a confirmation of another root")
+    if not start.is_half(len(indices)):
+        raise BadPacket(f"an entry is confirmed by {len(indices)} of {len(start.members)} members, fewer than half")
+    return Checked(entry, start, records, hashlib.sha256(tip.head + start.group + root).digest())
 
 
 def check_averaged(law: Law, span: Span, data: bytes | memoryview) -> None:
@@ -352,6 +419,7 @@ def advance(law: Law, tip: Tip, checked: Checked) -> Tip:
     counted = {h.peer: sum(n for _, n in checked.counted_parts(h.peer)) for h in members}
     parts = len(law.layout.parts)
     tokens = sum(h.h * law.config.tokens_per_step * counted[h.peer] // parts for h in members)
+    banned = _bans(tip, checked)
     return replace(
         tip,
         k=tip.k + 1,
@@ -362,7 +430,25 @@ def advance(law: Law, tip: Tip, checked: Checked) -> Tip:
         weight=tip.weight + sum(h.h for h in members),
         period_ms=_period_ms(law, tip, sorted(h.pace_mhz for h in members)),
         recent=(*tip.recent, checked.head)[-RECENT_HEADS:],
+        recent_tokens=(*tip.recent_tokens, tip.tokens + tokens)[-RECENT_TOKENS:],
+        banned=tuple(banned),
+        banned_until=tuple(until for until, _ in banned.values()),
+        banned_why=tuple(why for _, why in banned.values()),
     )
+
+
+def _bans(tip: Tip, checked: Checked) -> dict[bytes, tuple[int, int]]:
+    """Who is left out after this entry. Two reducers at least, of most spans that others reduced, must accuse a peer."""
+    banned = {peer: ban for peer, ban in tip.bans().items() if ban[0] > tip.k + 1}
+    for at, peer in enumerate(checked.start.members):
+        judges = [(checked.reducer(record), record.reasons[at]) for record in checked.records]
+        others = [(judge, reason) for judge, reason in judges if judge != peer]
+        for why in (BROKE_RULE, AGAINST):
+            accusers = [judge for judge, reason in others if reason == why]
+            if len(set(accusers)) >= 2 and 2 * len(accusers) > len(others):
+                banned[peer] = (tip.k + 1 + BAN_ENTRIES, why)
+    longest = sorted(banned, key=lambda peer: (-banned[peer][0], peer))[:MAX_BANNED]
+    return {peer: banned[peer] for peer in sorted(longest)}
 
 
 def _period_ms(law: Law, tip: Tip, paces_mhz: list[int]) -> int:

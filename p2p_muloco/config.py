@@ -108,6 +108,8 @@ class OuterConfig:
                      choices=("nesterov", "iso_c", "isoloco"))
     eta: float | str = _f("auto", "outer learning rate, or 'auto': from the effective number of peers", low=0.0, high=10.0)
     mu: float | str = _f("auto", "outer momentum, or 'auto' (with eta)", low=0.0, high=0.999)
+    aggregate: str = _f("mean", "'mean': weighted by inner steps, who is far longer than most is shortened; 'trimmed': of 3 "
+                        "peers or more, each element without its extremes, unweighted", choices=("mean", "trimmed"))
     iso_embeddings: str = _f("auto", "flatten the spectra of embedding and head too; 'auto': only if vocabulary >= 4 d_model",
                              choices=("auto", "always", "never"))
 
@@ -286,6 +288,9 @@ def _check_pairs(c: RunConfig) -> None:
     if codec.down in ("absmax2", "statistical2", "topk"):
         raise ConfigError(f"codec.down = {codec.down!r}: the reducer's encoding has no error feedback and needs at "
                           "least 4 bits; take absmax4, statistical4, absmax8, fp16 or fp32")
+    if outer.aggregate == "trimmed" and codec.up == "topk":
+        raise ConfigError("outer.aggregate = 'trimmed' with codec.up = 'topk': trimming would drop nearly all that is sent; "
+                          "take a dense codec or aggregate = 'mean'")
     if run.min_peers > run.max_group:
         raise ConfigError(f"run.min_peers = {run.min_peers} is more than run.max_group = {run.max_group}: "
                           "the first outer step could never happen; lower min_peers or raise max_group")

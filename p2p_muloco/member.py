@@ -21,10 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from p2p_muloco.allreduce import Attempt, Lost
+from p2p_muloco.allreduce import LENGTHENED, Attempt, Lost
 from p2p_muloco.chain import (
+    BROKE_RULE,
     CLIENT,
     NODE,
+    REASONS,
+    TOO_LATE,
     Checked,
     CheckedStart,
     Hello,
@@ -40,7 +43,8 @@ from p2p_muloco.chain import (
 )
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import Identity
-from p2p_muloco.messages import EXCHANGING, GATHERING, TRAINING, Abandon, Join, Poll, StartMessage, TipMessage
+from p2p_muloco.messages import EXCHANGING, GATHERING, TRAINING, Abandon, Join, Poll, Proof, StartMessage, TipMessage
+from p2p_muloco.opinion import OLD_PACKET, Opinion
 from p2p_muloco.packet import Packet
 from p2p_muloco.wire import Record
 
@@ -48,15 +52,11 @@ __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
 
 ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three asked, a second for each
 LEASE_S = 2.0  # who stood still for less still answers in time: at most a second of ANSWER_S goes into a round trip
-SUSPICION_S = 10.0  # a peer that was gone or silent is not followed for this long, unless it speaks
-DISTRUST_S = 60.0
-BLAME_S = 60.0  # a peer whose span was lost reduces nothing for this long
 FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
 MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
 MAX_JOINS = 256  # kept at once
-MAX_SUSPECTS = 1024
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Member:
     def __init__(self, law: Law, identity: Identity, tip: Tip, *, mode: int = NODE, rate_kbps: int = 20_000) -> None:
         self.law, self.identity, self.tip = law, identity, tip
         self.me = identity.peer_id
-        self.mode, self.rate_kbps = mode, rate_kbps
+        self.mode, self.rate_kbps, self._declared_kbps = mode, rate_kbps, rate_kbps
+        self.opinion = Opinion(self.me)
         self.roster: frozenset[bytes] = frozenset()
         self.outbox: list[tuple[bytes, Record]] = []
         self.outcomes: list[Outcome] = []
@@ -126,13 +127,9 @@ class Member:
         self._awake_at = 0.0
         self._tries = 0
         self._joins: dict[bytes, Join] = {}
-        self._suspects: dict[bytes, float] = {}
-        self._blamed: dict[bytes, float] = {}
-        self._stalling: set[bytes] = set()  # led at this head for longer than any leader may, and started nothing
         self._groups: set[bytes] = set()  # attempts at this head that were entered or refused
         self._early: dict[bytes, tuple[bytes, list[Record], int]] = {}  # by sender: group, messages, bytes
         self._told_behind = False
-        self._distrusted: dict[bytes, float] = {}
 
     # -- what the trainer asks
 
@@ -164,8 +161,7 @@ class Member:
 
     def distrust(self, peer: bytes, now: float) -> None:
         """What it showed for its claim to be ahead was false: no such claim of it is believed for a minute."""
-        self._distrusted = {p: until for p, until in self._distrusted.items() if until > now}
-        self._distrusted[peer] = now + DISTRUST_S
+        self.opinion.distrust(peer, now)
         self._told_behind = False
 
     def awake(self, now: float) -> None:
@@ -189,7 +185,9 @@ class Member:
 
     def deliver(self, sender: bytes, message: Record, now: float) -> None:
         self._wake(now)
-        self._suspects.pop(sender, None)
+        self.opinion.clear(sender)
+        if self.attempt is not None:
+            self.attempt.hear(sender, now)
         match message:
             case Poll():
                 self._on_poll(sender, message, now)
@@ -199,6 +197,10 @@ class Member:
                 self._on_join(sender, message, now)
             case StartMessage():
                 self._on_start(sender, Signed(message.body, message.signature), now)
+            case Proof():
+                if self.opinion.convict(message, self.tip.k + 1) and self._gathering is not None:
+                    self._joins.pop(message.peer, None)
+                    self._seek(now)
             case _:
                 self._on_exchange(sender, message, now)
         self._harvest(now)
@@ -206,7 +208,7 @@ class Member:
     def gone(self, peer: bytes, now: float) -> None:
         """The transport says: it can't be reached, or its connection broke."""
         self._wake(now)
-        self._suspect(peer, now)
+        self.opinion.suspect(peer, now)
         self._joins.pop(peer, None)
         if self.attempt is not None:
             self.attempt.on_gone(peer, now)
@@ -253,6 +255,9 @@ class Member:
             return f"{self.attempt.progress()}, at most {max(0.0, self.attempt.confirm_at - now):.0f} s more"
         if self._gathering is None:
             return ""
+        if self.me in self.tip.banned:
+            until, why = self.tip.bans()[self.me]
+            return f"left out by the others until round {until} ({REASONS[why]}); training goes on"
         if self._gathering.leader != self.me:
             return "waiting for the leader to start the round; training goes on"
         missing = self.law.config.run.min_peers - len(self._joins) - 1
@@ -266,26 +271,15 @@ class Member:
 
     def _pool(self, now: float) -> set[bytes]:
         """Who may lead: the last entry's members; the roster too where there are none or none of them answers."""
-        members = set(self.tip.members)
-        if any(peer == self.me or not self._suspected(peer, now) for peer in members):
+        members = {peer for peer in self.tip.members if not self.opinion.is_out(peer, self.tip)}
+        if any(peer == self.me or not self.opinion.suspects(peer, now) for peer in members):
             return members
-        return members | self.roster | {self.me}
-
-    def _suspect(self, peer: bytes, now: float) -> None:
-        if len(self._suspects) >= MAX_SUSPECTS:
-            self._suspects = {p: until for p, until in self._suspects.items() if until > now and p in self._pool(now)}
-        self._suspects[peer] = now + SUSPICION_S
-
-    def _suspected(self, peer: bytes, now: float) -> bool:
-        return self._suspects.get(peer, now) > now
-
-    def _is_blamed(self, peer: bytes, now: float) -> bool:
-        return self._blamed.get(peer, now) > now
+        return {peer for peer in members | self.roster if not self.opinion.is_out(peer, self.tip)} | {self.me}
 
     def _may_lead(self, peer: bytes, now: float) -> bool:
         g = self._gathering
         past = g is not None and peer in g.lost | g.passed
-        return peer == self.me or not (past or self._suspected(peer, now) or peer in self._stalling)
+        return peer == self.me or not (past or self.opinion.suspects(peer, now) or peer in self.opinion.stalling)
 
     def _first_leader(self, now: float) -> bytes:
         order = leader_order(self.tip.head, list(self._pool(now)))
@@ -303,7 +297,7 @@ class Member:
     def _follow(self, leader: bytes, now: float) -> None:
         g = self._gathering
         assert g is not None
-        if leader != g.leader and leader not in self._stalling:
+        if leader != g.leader and leader not in self.opinion.stalling:
             g.leader, g.turn_at = leader, now
             self._ask_again(now)
             self._lead_on(now)
@@ -331,13 +325,13 @@ class Member:
         answer = g.answers.get(g.leader)
         if g.silent(g.leader, now):
             g.lose(g.leader)
-            self._suspect(g.leader, now)
+            self.opinion.suspect(g.leader, now)
             self._seek(now)
         elif answer is not None and answer.phase == TRAINING and now > g.since + window_s:
             g.passed.add(g.leader)
             self._seek(now)
         elif self.tip.k and now > g.turn_at + window_s + 2 * ANSWER_S + longest_exchange_s(self.law):
-            self._stalling.add(g.leader)
+            self.opinion.stalling.add(g.leader)
             self._seek(now)
         else:
             self._ask_again(now)
@@ -352,7 +346,7 @@ class Member:
             for peer in self._expected(now):
                 if g.silent(peer, now):
                     g.lose(peer)
-                    self._suspect(peer, now)
+                    self.opinion.suspect(peer, now)
             self._ask_again(now)
         if self._may_start(now):
             self._start(now)
@@ -362,11 +356,13 @@ class Member:
         g = self._gathering
         assert g is not None
         elsewhere = {peer for peer, answer in g.answers.items() if answer.recent[-1] != self.tip.head}
-        return self._pool(now) - set(self._joins) - g.lost - elsewhere - self._stalling - {self.me}
+        return self._pool(now) - set(self._joins) - g.lost - elsewhere - self.opinion.stalling - {self.me}
 
     def _may_start(self, now: float) -> bool:
         g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
         assert g is not None
+        if self.opinion.is_out(self.me, self.tip):
+            return False
         if self.tip.k == 0 and present < run.min_peers:
             g.enough_at = None
             return False
@@ -388,7 +384,7 @@ class Member:
         chosen = [self.me, *(p for p in leader_order(self.tip.head, list(joins)) if p != self.me)]
         chosen = sorted(chosen[: self.law.config.run.max_group])
         rows = [joins[peer] for peer in chosen]
-        modes = tuple(CLIENT if self._is_blamed(p, now) else row.mode for p, row in zip(chosen, rows, strict=True))
+        modes = tuple(CLIENT if self.opinion.blames(p, now) else row.mode for p, row in zip(chosen, rows, strict=True))
         scatter_s, gather_s, confirm_s = deadlines_s(self.law, min(row.rate for row in rows), len(rows))
         start = Start(
             leader=self.me, head=self.tip.head, k=self.tip.k + 1, attempt=self._tries,
@@ -425,7 +421,12 @@ class Member:
 
     def _on_tip(self, sender: bytes, tip: TipMessage, now: float) -> None:
         head, g = tip.recent[-1], self._gathering
-        if head != self.tip.head and self._is_better(tip) and self._distrusted.get(sender, now) <= now:
+        if self.attempt is not None and sender in self.attempt.others and self.attempt.head in tip.recent:
+            self.attempt.on_committed()
+            return
+        if self.attempt is not None and head == self.tip.head and tip.phase != EXCHANGING:
+            self.attempt.on_outside(sender, now)
+        if head != self.tip.head and self._is_better(tip) and not self.opinion.distrusts(sender, now):
             self._tell_behind(sender, tip, now)
             return
         if g is None or (sender != g.leader and sender not in self._pool(now)):
@@ -470,17 +471,27 @@ class Member:
             hello = Hello.unpack(join.hello)
             if hello.peer != sender:
                 raise BadPacket("JOIN brings another peer's HELLO")
-            if hello.head == self.tip.head:
+            if hello.head == self.tip.head and not self._is_refused(hello):
                 check_hello(self.law, self.tip, hello, signed)
                 self._keep_join(sender, join, now)
                 if self.attempt is not None and self.attempt.start.start.leader != self.me:
                     self.attempt.on_regrouping(sender, now)  # it follows this peer, not who led this attempt
             elif hello.k > self.tip.k + 1:
                 self.ask(sender)
+            elif hello.k == self.tip.k + 1 and hello.head != self.tip.head:
+                self.opinion.elsewhere(sender, hello.k)
         except BadPacket:
+            self.opinion.name(sender, BROKE_RULE, self.tip.k + 1)
             return
         self._say_tip(sender)
         self._lead_on(now)
+
+    def _is_refused(self, hello: Hello) -> bool:
+        """Whether it takes no part: by the chain, by proof, for its packet was counted before, or for it gave up too often."""
+        if self.opinion.is_old(hello.digest):
+            self.opinion.name(hello.peer, OLD_PACKET, hello.k)
+            return True
+        return self.opinion.is_out(hello.peer, self.tip) or hello.peer in self.opinion.stalling
 
     def _keep_join(self, sender: bytes, join: Join, now: float) -> None:
         if len(self._joins) < MAX_JOINS or sender in self._joins or sender in self.tip.members:
@@ -496,7 +507,10 @@ class Member:
             return
         if start.group in self._groups or self.me not in start.members:
             return
+        for cheat in self.opinion.proofs.keys() & set(start.members):
+            self.outbox.append((sender, self.opinion.proofs[cheat]))
         g, mine = self._gathering, self._hello is not None and self._hello.body in start.start.hellos
+        mine = mine and self.opinion.proofs.keys().isdisjoint(start.members)
         bounded = start.start.confirm_ms <= 1e3 * longest_exchange_s(self.law)
         if g is None or g.leader != start.start.leader or not (mine and bounded):
             self._groups.add(start.group)
@@ -508,9 +522,9 @@ class Member:
         assert self._packet is not None
         self._gathering = None
         self._groups.add(start.group)
-        self.attempt = Attempt(self.law, self.identity, self.tip, start, self._packet.payload, now)
+        self.attempt = Attempt(self.law, self.identity, self.tip, start, self._packet, now)
         for peer in self.attempt.others:
-            if self._suspected(peer, now):  # it broke off after its JOIN: if nobody is there, the question fails at once
+            if self.opinion.suspects(peer, now):  # it broke off after its JOIN: if nobody is there, the question fails at once
                 self.ask(peer)
         early, self._early = self._early, {}
         for sender, (group, messages, _) in early.items():
@@ -550,17 +564,33 @@ class Member:
         self._last, self.attempt = self.attempt, None
         result = self._last.result
         if isinstance(result, Lost):
-            self._tries += 1
-            self._blamed = {p: until for p, until in self._blamed.items() if until > now}
-            self._blamed.update(dict.fromkeys(result.suspects, now + BLAME_S))
-            self._joins = {}
-            self.outcomes.append(Failed(result.reason, now + min(10.0, 0.1 * 2 ** min(self._tries, 10))))
+            self._lost(self._last, result, now)
         elif result is not None:
             self.tip = advance(self.law, self.tip, result)
+            self.opinion.learn(result, self.tip)
+            self._measure(result)
             for peer in sorted(set(self._joins) - set(result.start.members)):
                 self._say_tip(peer)  # it came while the attempt ran: the sooner it follows, the sooner it takes part
             self._reset()
             self.outcomes.append(Committed(result))
+
+    def _lost(self, attempt: Attempt, lost: Lost, now: float) -> None:
+        self._tries += 1
+        for peer in lost.suspects:
+            self.opinion.blame(peer, now)
+        for peer in lost.left | {attempt.start.start.leader}:
+            self.opinion.failed(peer)
+        if lost.proof is not None and self.opinion.convict(lost.proof, self.tip.k + 1):
+            self.outbox += [(peer, lost.proof) for peer in attempt.others]
+        self._joins = {}
+        self.outcomes.append(Failed(lost.reason, now + min(10.0, 0.1 * 2 ** min(self._tries, 10))))
+
+    def _measure(self, checked: Checked) -> None:
+        """A link that was too slow for its rate says half of it next time, and a tenth more after each entry in time."""
+        at = checked.start.members.index(self.me)
+        late = any(record.reasons[at] == TOO_LATE for record in checked.records)
+        more = min(self._declared_kbps, self.rate_kbps + self.rate_kbps // 10 + 1)
+        self.rate_kbps = max(1, self.rate_kbps // 2) if late else more
 
     def _leave(self) -> None:
         """Stop what is under way: somebody else has decided."""
@@ -573,8 +603,8 @@ class Member:
     def _reset(self) -> None:
         self._packet = self._hello = self._gathering = None
         self._tries, self._told_behind = 0, False
-        self._joins, self._suspects, self._early = {}, {}, {}
-        self._stalling, self._groups = set(), set()
+        self._joins, self._early, self._groups = {}, {}, set()
+        self.opinion.new_head()
 
 
 def deadlines_s(law: Law, rate_kbps: int, members: int) -> tuple[float, float, float]:
@@ -587,4 +617,4 @@ def deadlines_s(law: Law, rate_kbps: int, members: int) -> tuple[float, float, f
 
 def longest_exchange_s(law: Law) -> float:
     """No exchange of this run lasts longer, whoever leads it."""
-    return deadlines_s(law, MIN_RATE_KBPS, 1)[2] + 1.0
+    return LENGTHENED * deadlines_s(law, MIN_RATE_KBPS, 1)[2] + 1.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2p_muloco.chain import CLIENT, MAX_MEMBERS, NODE
+from p2p_muloco.chain import CLIENT, MAX_MEMBERS, NODE, Signed, SpanRecord
+from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES
 from p2p_muloco.wire import Record, integer, many, raw
 
 __all__ = [
-    "EXCHANGING", "FRAME_BYTES", "GATHERING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join",
-    "Lacking", "Parts", "Poll", "RecordMessage", "StartMessage", "TipMessage",
+    "EXCHANGING", "FRAME_BYTES", "GATHERING", "KINDS", "TRAINING", "Abandon", "Averaged", "Confirm", "Fetch", "Join", "Parts",
+    "Poll", "Proof", "Reassign", "RecordMessage", "StartMessage", "TipMessage",
 ]
 
 FRAME_BYTES = 256 * 1024  # parts are bundled up to this size; one larger part makes a larger frame
@@ -69,11 +70,12 @@ class Parts(Record):
 
 @dataclass(frozen=True)
 class Averaged(Record):
-    """Gather: averaged parts [first, stop) of span `span`, as its reducer encoded them once."""
+    """Gather: averaged parts [first, stop) of span `span`, as the reducer of this turn encoded them once."""
 
     KIND = 21
     group: bytes = raw(32)
     span: int = integer(0, MAX_MEMBERS - 1)
+    turn: int = integer(0, MAX_MEMBERS - 1)
     first: int = integer(0, 2**24)
     stop: int = integer(1, 2**24)
     data: bytes | memoryview = b""
@@ -81,6 +83,8 @@ class Averaged(Record):
 
 @dataclass(frozen=True)
 class RecordMessage(Record):
+    """A span's record: at the end of its averaged parts; to a new reducer, 'I hold what the old one made'."""
+
     KIND = 22
     group: bytes = raw(32)
     body: bytes = raw(1, 2048)
@@ -94,11 +98,12 @@ class Confirm(Record):
     KIND = 23
     group: bytes = raw(32)
     root: bytes = raw(32)
+    signature: bytes = raw(64)  # chain.sign_root
 
 
 @dataclass(frozen=True)
 class Fetch(Record):
-    """'Its reducer is lost: do you hold this span?' Answered by Averaged + RecordMessage, or by Lacking."""
+    """'Its reducer is lost to me: send me this span.' Answered by Averaged + RecordMessage, as soon as it is held."""
 
     KIND = 24
     group: bytes = raw(32)
@@ -106,12 +111,13 @@ class Fetch(Record):
 
 
 @dataclass(frozen=True)
-class Lacking(Record):
-    """'No, not yet.'"""
+class Reassign(Record):
+    """A span's reducer is lost: the coordinator's Order to the next one, which shows it to all members."""
 
     KIND = 25
     group: bytes = raw(32)
-    span: int = integer(0, MAX_MEMBERS - 1)
+    body: bytes = raw(1, 128)
+    signature: bytes = raw(64)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,30 @@ class Abandon(Record):
     group: bytes = raw(32)
 
 
+@dataclass(frozen=True)
+class Proof(Record):
+    """Two records of one span that `peer` signed: whoever sees them knows that it cheats."""
+
+    KIND = 27
+    MAX_BYTES = 8192
+    peer: bytes = raw(PEER_ID_BYTES)
+    bodies: tuple[bytes, ...] = many(raw(1, 2048), 2, 2)
+    signatures: tuple[bytes, ...] = many(raw(64), 2, 2)
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are signed by it and say different things of the same span."""
+        try:
+            first, second = map(SpanRecord.unpack, self.bodies)
+        except BadPacket:
+            return False
+        same = (first.start, first.span, first.turn) == (second.start, second.span, second.turn)
+        signed = [Signed(*pair) for pair in zip(self.bodies, self.signatures, strict=True)]
+        return same and first != second and all(one.by("SpanRecord", self.peer) for one in signed)
+
+
 KINDS: dict[int, type[Record]] = {
     kind.KIND: kind
-    for kind in (Poll, TipMessage, Join, StartMessage, Parts, Averaged, RecordMessage, Confirm, Fetch, Lacking, Abandon)
+    for kind in (Poll, TipMessage, Join, StartMessage, Parts, Averaged, RecordMessage, Confirm, Fetch, Reassign, Abandon,
+                 Proof)
 }

@@ -175,6 +175,7 @@ class Packet:
     inner_steps: int  # h: that the payload holds
     pace_mhz: int  # thousandths of inner steps a second
     state: bytes  # sha256 of the anchor and momentum it was measured from, so that a silent difference is seen
+    limits: tuple[float, ...] = ()  # of each part's norm, for each step of any sender (bounds.step_limits); never sent
 
     @cached_property
     def digest(self) -> bytes:

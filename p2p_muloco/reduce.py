@@ -1,31 +1,40 @@
 """The reducer of one span: decode, check and sum parts as they arrive, merge, encode once. Pure.
 
 Parts of a piece are summed as soon as every member still open has delivered them, in order of peer id, so a reducer
-holds encoded bytes of what waits and decoded values of one piece only.
+holds encoded bytes of what waits and decoded values of one part of all members only.
+
+A part longer than any honest member's can be is not counted, nor what follows it. Of three members or more, one that is
+far longer a step than most is shortened (bounds.clip_factors); its e takes the part as said in full, for a liar's loss
+is no one else's. Of four or more, the record says who pulls against the sum of all others (algorithms of bounds.Cosines).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import CheckedStart, Law, SpanRecord
+from p2p_muloco.bounds import Cosines, clip_factors, over_limit, trimmed_mean
+from p2p_muloco.chain import AGAINST, BROKE_RULE, COUNTED, CheckedStart, Law, SpanRecord
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.merge import counted_weight, iso_c, norm_ratio
 from p2p_muloco.messages import FRAME_BYTES
 from p2p_muloco.packet import Span
 
-__all__ = ["BROKE_RULE", "COUNTED", "TOO_LATE", "VANISHED", "SpanReducer"]
+__all__ = ["SpanReducer"]
 
-COUNTED, VANISHED, TOO_LATE, BROKE_RULE = range(4)  # indices of chain.REASONS
+COSINE_ELEMENTS = 10_000  # of a span: on smaller ones chance turns an honest member against the others
+COSINE_MEMBERS = 4
 LARGEST_ELEMENT = 1e6  # weights are of order 1; 64 such values still sum to a finite fp32
 
 
 class SpanReducer:
     """`add` and `close` change it; `take` returns what was averaged since the last call."""
 
-    def __init__(self, law: Law, start: CheckedStart, span: Span) -> None:
-        self.law, self.start, self.span = law, start, span
+    def __init__(self, law: Law, start: CheckedStart, span: Span, limits: Sequence[float] = (), turn: int = 0) -> None:
+        """`limits`: of each part's norm for each inner step (bounds.step_limits); none are checked where it is empty."""
+        self.law, self.start, self.span, self.limits, self.turn = law, start, span, limits, turn
         n = len(start.hellos)
         self._waiting: list[dict[int, bytes]] = [{} for _ in range(n)]  # part -> encoded bytes, by member
         self._next = [span.first] * n  # first part that a member has not delivered
@@ -35,6 +44,7 @@ class SpanReducer:
         self._fresh: list[tuple[int, int, bytes]] = []
         self.averaged: list[bytes] = []
         self.ratio_sum, self.ratio_count = 0.0, 0
+        self._cosines = Cosines(n) if n >= COSINE_MEMBERS else None
 
     @property
     def finished(self) -> bool:
@@ -83,9 +93,17 @@ class SpanReducer:
         assert self.finished
         counts = tuple(at - self.span.first for at in self._next)
         return SpanRecord(
-            start=self.start.group, span=self.span.index, digest=digest, counts=counts, reasons=tuple(self.reasons),
-            ratio_sum=self.ratio_sum, ratio_count=self.ratio_count,
+            start=self.start.group, span=self.span.index, turn=self.turn, digest=digest, counts=counts,
+            reasons=tuple(self._judged()), ratio_sum=self.ratio_sum, ratio_count=self.ratio_count,
         )
+
+    def _judged(self) -> list[int]:
+        """The reasons, with AGAINST for who was counted whole and pulled the other way."""
+        whole = [at == self.span.stop for at in self._next]
+        if self._cosines is None or sum(whole) < COSINE_MEMBERS or self._cosines.elements < COSINE_ELEMENTS:
+            return self.reasons
+        rows = zip(self.reasons, whole, self._cosines.with_others(), strict=True)
+        return [AGAINST if is_whole and cosine < 0 else reason for reason, is_whole, cosine in rows]
 
     def _reduce_ready(self) -> None:
         while self._pieces:
@@ -101,15 +119,20 @@ class SpanReducer:
             self.averaged.append(encoded)
 
     def _mean(self, part: int) -> Tensor:
-        """tau sum(q_i) / sum(h_i) over the members counted in this part (design, 4)."""
-        total = torch.zeros(self.law.layout.parts[part].size)
-        counted: list[int] = []
-        for member, hello in enumerate(self.start.hellos):
-            values = self._decode(member, part)
-            if values is not None:
-                total.add_(values)
-                counted.append(hello.h)
-        return total.mul_(counted_weight(counted, self.law.config.run.inner_steps)) if counted else total
+        """tau sum(q_i) / sum(h_i) over the members counted in this part (design, 4), or their trimmed mean."""
+        size, outer = self.law.layout.parts[part].size, self.law.config.outer
+        decoded = [self._decode(member, part) for member in range(len(self.start.hellos))]
+        values = [v for v in decoded if v is not None]
+        hs = [hello.h for hello, v in zip(self.start.hellos, decoded, strict=True) if v is not None]
+        if self._cosines is not None:
+            self._cosines.add(torch.stack([torch.zeros(size) if v is None else v for v in decoded]))
+        total = torch.zeros(size)
+        if outer.aggregate == "trimmed" and len(values) >= 3:
+            return trimmed_mean(torch.stack(values))
+        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if len(values) >= 3 else []
+        for v, factor in zip(values, clip_factors(norms, hs) if norms else [1.0] * len(values), strict=True):
+            total.add_(v * factor if factor < 1 else v)
+        return total.mul_(counted_weight(hs, self.law.config.run.inner_steps)) if hs else total
 
     def _decode(self, member: int, part: int) -> Tensor | None:
         data = self._waiting[member].pop(part, None)
@@ -119,6 +142,8 @@ class SpanReducer:
             values = self.law.layout.decode_up(part, data)
             if values.abs().max() > LARGEST_ELEMENT:
                 raise BadPacket(f"part {part} holds a value over {LARGEST_ELEMENT:g}")
+            if self.limits and over_limit(values, self.start.hellos[member].h * self.limits[part]):
+                raise BadPacket(f"part {part} is longer than {self.start.hellos[member].h} inner steps can be")
         except BadPacket:
             self._open[member], self._next[member], self.reasons[member] = False, part, BROKE_RULE
             return None

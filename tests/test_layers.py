@@ -17,7 +17,7 @@ LAYERS = [
     {"packet"},
     {"chain"},
     {"bounds", "messages", "reports", "snapshot"},
-    {"reduce"},
+    {"held", "opinion", "reduce"},
     {"allreduce"},
     {"member"},
     {"exchange"},

@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 from kit import Driver, Swarm, assert_agree, established, law
 
+from torch import Tensor
+
 from p2p_muloco.exchange import Fault, LocalNetwork
 from p2p_muloco.identity import Identity
 from p2p_muloco.member import longest_exchange_s
@@ -86,6 +88,8 @@ def frozen(value: Any) -> Any:
         return tuple(map(frozen, value))
     if isinstance(value, Identity | memoryview):
         return bytes(value) if isinstance(value, memoryview) else value.peer_id
+    if isinstance(value, Tensor):
+        return tuple(value.flatten().tolist())
     if value is LAW or isinstance(value, Packet):
         return type(value).__name__  # the same in all states, or named by the peer that holds it
     if is_dataclass(value):

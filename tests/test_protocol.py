@@ -30,9 +30,9 @@ from p2p_muloco.messages import (
     Confirm,
     Fetch,
     Join,
-    Lacking,
     Parts,
     Poll,
+    Reassign,
     RecordMessage,
     StartMessage,
     TipMessage,
@@ -108,13 +108,15 @@ def test_two_faults_neither_hang_nor_split_when_nobody_is_cut_off(seed: int) -> 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_killed_member_costs_no_deadline(n: int) -> None:
-    """Broken connections close everything early; a dead reducer costs one attempt."""
+    """Broken connections close everything early, and a dead reducer's span goes to another: at most a second of asking."""
     for peer, sent in enumerate(messages_sent(run(n, entries=1))):
         for nth in range(sent):
             driver = run(n, Fault("kill", peer, nth), entries=1)
-            assert driver.network.now < 1.0
-            for i in driver.live():
-                assert sum(isinstance(outcome, Failed) for outcome in driver.peers[i].outcomes) <= 1
+            assert driver.network.now < 1.1
+            leads = leader_order(established(driver.swarm.law, n).head, [m.me for m in driver.swarm.members])[0]
+            for i in driver.live():  # START of a dead leader may have reached too few
+                failures = sum(isinstance(outcome, Failed) for outcome in driver.peers[i].outcomes)
+                assert failures <= (driver.swarm.members[peer].me == leads)
 
 
 def test_the_leader_killed_or_frozen_before_start() -> None:
@@ -305,7 +307,7 @@ def test_two_leaders_at_one_head_become_one() -> None:
         for member in swarm.members:
             for other in swarm.members:
                 if other is not member:
-                    member._suspects[other.me] = 10.0
+                    member.opinion.suspect(other.me, 0.0)
         driver = Driver(swarm)
         assert driver.run(2, 30.0)
         assert_agree(driver)
@@ -321,8 +323,8 @@ def test_two_versions_of_a_span_void_the_attempt_and_name_the_reducer() -> None:
     attempt = holder.attempt
     assert attempt is not None
     held = next(held for held in attempt.held if held.span.reducer == liar.peer_id)
-    assert held.record is not None
-    other = dataclasses.replace(SpanRecord.unpack(held.record.body), digest=bytes(32))
+    assert held.whole is not None
+    other = dataclasses.replace(SpanRecord.unpack(held.whole.record.body), digest=bytes(32))
     signed = Signed.make(other, liar)
     attempt.on_message(liar.peer_id, RecordMessage(attempt.start.group, signed.body, signed.signature), 0.0)
     assert isinstance(attempt.result, Lost) and attempt.result.suspects == {liar.peer_id}
@@ -389,7 +391,7 @@ def test_memory_is_bounded_against_strangers() -> None:
         member.gone(who.peer_id, 0.0) if i >= 2 * MAX_JOINS else None
         member.outbox.clear()
     assert member._gathering is not None and len(member._gathering.answers) <= 3
-    assert len(member._joins) <= MAX_JOINS and len(member._suspects) <= 1024
+    assert len(member._joins) <= MAX_JOINS and len(member.opinion._until["suspected"]) <= 1024
     held = sum(len(m.data) for _, messages, _ in member._early.values() for m in messages if isinstance(m, Parts))
     assert held <= 4 * run_law.layout.up_bytes + 1_000_000
     assert not member.outcomes
@@ -407,8 +409,9 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
         Poll(head, n, rng.randint(0, 2)), TipMessage(n, (rng.choice(heads), head), n * 20, rng.randint(0, 2), peer),
         TipMessage(n, (head,), n, GATHERING, b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
-        Averaged(group, n, n, n + 1, rng.randbytes(256)), RecordMessage(group, rng.randbytes(50), rng.randbytes(64)),
-        Confirm(group, rng.randbytes(32)), Fetch(group, n), Lacking(group, n), Abandon(group),
+        Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), RecordMessage(group, rng.randbytes(50), rng.randbytes(64)),
+        Confirm(group, rng.randbytes(32), rng.randbytes(64)), Fetch(group, n),
+        Reassign(group, rng.randbytes(50), rng.randbytes(64)), Abandon(group),
     ])
 
 
