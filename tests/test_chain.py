@@ -11,6 +11,9 @@ import pytest
 from kit import VECTORS, Driver, Swarm, assert_agree, established, identity, law
 
 from p2p_muloco.chain import (
+    AGAINST,
+    BAN_ENTRIES,
+    BROKE_RULE,
     Checked,
     Entry,
     Hello,
@@ -24,6 +27,8 @@ from p2p_muloco.chain import (
     heavier,
     leader_order,
     merged_update,
+    root_of,
+    sign_root,
 )
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import Identity
@@ -66,7 +71,15 @@ def restarted(checked: Checked, **changes: object) -> Entry:
     records = []
     for span, record in zip(checked.start.spans, checked.records, strict=True):
         records.append(signed_by(dataclasses.replace(record, start=signed.hash), span.reducer))
-    return Entry(signed, tuple(records), checked.entry.data)
+    return confirmed(Entry(signed, tuple(records), checked.entry.data, ()))
+
+
+def confirmed(entry: Entry, *members: int, by: tuple[Identity, ...] = ()) -> Entry:
+    """The entry with what its members (all, or those of these indices) sign of it."""
+    who = by or tuple(WHO)
+    root = root_of(entry.records)
+    confirms = tuple((i, sign_root(who[i], entry.start.hash, root)) for i in members or range(3))
+    return dataclasses.replace(entry, confirms=confirms)
 
 
 def rerecorded(checked: Checked, index: int = 0, signer: Identity | None = None, **changes: object) -> Entry:
@@ -75,7 +88,7 @@ def rerecorded(checked: Checked, index: int = 0, signer: Identity | None = None,
     signed = Signed.make(record, signer) if signer else signed_by(record, reducer)
     records = list(checked.entry.records)
     records[index] = signed
-    return dataclasses.replace(checked.entry, records=tuple(records))
+    return confirmed(dataclasses.replace(checked.entry, records=tuple(records)))
 
 
 def rehelloed(checked: Checked, index: int = 0, **changes: object) -> Entry:
@@ -133,10 +146,20 @@ TAMPERINGS: dict[str, Callable[[Checked], Entry]] = {
     "wrong digest": lambda c: rerecorded(c, digest=bytes(32)),
     "wrong data": lambda c: dataclasses.replace(c.entry, data=(flipped(c.entry.data[0]), *c.entry.data[1:])),
     "swapped data": lambda c: dataclasses.replace(c.entry, data=swapped(c.entry.data)),
-    "swapped records": lambda c: dataclasses.replace(c.entry, records=c.entry.records[::-1]),
-    "swapped spans": lambda c: dataclasses.replace(
-        c.entry, records=c.entry.records[::-1], data=c.entry.data[::-1]),
-    "a span too few": lambda c: dataclasses.replace(c.entry, records=c.entry.records[1:], data=c.entry.data[1:]),
+    "swapped records": lambda c: confirmed(dataclasses.replace(c.entry, records=c.entry.records[::-1])),
+    "swapped spans": lambda c: confirmed(dataclasses.replace(
+        c.entry, records=c.entry.records[::-1], data=c.entry.data[::-1])),
+    "a span too few": lambda c: confirmed(dataclasses.replace(c.entry, records=c.entry.records[1:], data=c.entry.data[1:])),
+    "record of a turn nobody has": lambda c: rerecorded(c, turn=9),
+    "record of another's turn": lambda c: rerecorded(c, turn=1),
+    "confirmed by nobody": lambda c: dataclasses.replace(c.entry, confirms=()),
+    "confirmed by one of three": lambda c: confirmed(c.entry, 0),
+    "confirmed by one of three, twice": lambda c: confirmed(c.entry, 0, 0),
+    "confirmed out of order": lambda c: confirmed(c.entry, 1, 0),
+    "confirmed by a stranger": lambda c: confirmed(c.entry, by=(WHO[0], WHO[1], identity(50))),
+    "confirmed by a member that is not": lambda c: confirmed(c.entry, 0, 1, 3, by=(*WHO, WHO[0])),
+    "another root is confirmed": lambda c: dataclasses.replace(c.entry, confirms=tuple(
+        (i, sign_root(who, c.start.group, bytes(32))) for i, who in enumerate(WHO))),
     "data too few": lambda c: dataclasses.replace(c.entry, data=c.entry.data[1:]),
     "not a number, signed": lambda c: nan_signed(c),
 }
@@ -262,8 +285,9 @@ def test_a_number_in_the_place_of_bytes_allocates_nothing(case: tuple[Law, Tip, 
     """bytes(2**40) would ask for a terabyte."""
     entry = case[2].entry
     rows = [(r.body, r.signature) for r in entry.records]
-    for bad in ((2**40, entry.start.signature, rows, entry.data), (entry.start.body, b"", rows, [2**40]),
-                (entry.start.body, b"", [(2**40, 2**40)], entry.data)):
+    for bad in ((2**40, entry.start.signature, rows, entry.data, ()), (entry.start.body, b"", rows, [2**40], ()),
+                (entry.start.body, b"", [(2**40, 2**40)], entry.data, ()), (entry.start.body, b"", rows, entry.data, [(0, 2**40)]),
+                (entry.start.body, b"", rows, entry.data, [(b"", b"")]), (entry.start.body, b"", rows, entry.data, 2**40)):
         with pytest.raises(BadPacket):
             Entry.unpack(msgpack.packb(bad), 10**6)
 
@@ -294,3 +318,55 @@ def test_merged_update_scales_what_takes_the_ratio(method: str) -> None:
     assert bool(scaled) == (method != "nesterov")
     ratios = [d[p.start : p.stop].norm() / mean[p.start : p.stop].norm() for p in scaled]
     assert all(0.3 < ratio < 1.0 for ratio in ratios)  # flattening keeps the nuclear norm, so the Frobenius norm shrinks
+
+
+def judged(checked: Checked, reasons: dict[int, dict[int, int]]) -> Checked:
+    """The entry in which reducer (by index among the members) gives members these reasons."""
+    records = []
+    for span, record in zip(checked.start.spans, checked.records, strict=True):
+        said = reasons.get(checked.start.members.index(span.reducer), {})
+        records.append(dataclasses.replace(record, reasons=tuple(said.get(i, r) for i, r in enumerate(record.reasons))))
+    return dataclasses.replace(checked, records=tuple(records))
+
+
+@pytest.mark.parametrize("why", [BROKE_RULE, AGAINST])
+def test_a_ban_takes_two_reducers_and_most_of_them(case: tuple[Law, Tip, Checked], why: int) -> None:
+    run_law, tip, checked = case
+    liar = checked.start.members[2]
+    banned = advance(run_law, tip, judged(checked, {0: {2: why}, 1: {2: why}, 2: {0: why, 1: why}}))
+    assert banned.bans() == {liar: (tip.k + 1 + BAN_ENTRIES, why)}
+    assert Tip.unpack(banned.pack()) == banned
+    for few in ({0: {2: why}}, {2: {0: why, 1: why}}, {0: {1: why, 2: why}}, {}):
+        assert advance(run_law, tip, judged(checked, few)).bans() == {}
+
+
+def test_a_ban_ends_after_its_entries_and_start_respects_it(case: tuple[Law, Tip, Checked]) -> None:
+    run_law, tip, checked = case
+    out = dataclasses.replace(tip, banned=(WHO[2].peer_id,), banned_until=(tip.k + 1,), banned_why=(AGAINST,))
+    with pytest.raises(BadPacket, match="takes no part"):
+        check_entry(run_law, out, checked.entry)
+    assert advance(run_law, out, checked).bans() == {}  # the entry after its last one is open to it
+    longer = dataclasses.replace(out, banned_until=(tip.k + 2,))
+    assert advance(run_law, longer, checked).bans() == {WHO[2].peer_id: (tip.k + 2, AGAINST)}
+
+
+def test_a_banned_member_is_left_out_and_comes_back() -> None:
+    run_law = law(VECTORS)
+    tip = established(run_law, 3)
+    out = dataclasses.replace(tip, banned=(WHO[0].peer_id,), banned_until=(tip.k + 2,), banned_why=(BROKE_RULE,))
+    driver = Driver(Swarm(run_law, 3, tip=out))
+    assert driver.run(tip.k + 3, 200.0)
+    for member, peer in zip(driver.swarm.members, driver.peers, strict=True):  # the others train for a while
+        peer.retry_at = driver.network.now + (0.0 if member.me == WHO[0].peer_id else 1.5)
+    assert driver.run(tip.k + 4, 200.0)
+    entries = driver.peers[0].entries
+    assert [len(entries[tip.k + i].counted) for i in (1, 2)] == [2, 2] and len(entries[tip.k + 4].counted) == 3
+    banned = next(m for m in driver.swarm.members if m.me == WHO[0].peer_id)
+    assert banned.tip.head == driver.peers[1].tip.head
+
+
+def test_who_takes_over_a_span_is_known_to_all(case: tuple[Law, Tip, Checked]) -> None:
+    _, _, checked = case
+    for span in checked.start.spans:
+        candidates = checked.start.candidates(span.index)
+        assert candidates[0] == span.reducer and sorted(candidates) == sorted(checked.start.members)
