@@ -30,6 +30,7 @@ from p2p_muloco.chain import (
     CheckedStart,
     Entry,
     Hello,
+    Law,
     Signed,
     SpanRecord,
     Start,
@@ -298,10 +299,10 @@ def test_reducers_take_any_parts(data: st.DataObject) -> None:
 
 
 @functools.cache
-def sound_state() -> bytes:
-    x = kit.vector(LAW, 3)
+def sound_state(law: Law = LAW) -> bytes:
+    x = kit.vector(law, 3)
     tensors = {}
-    for name, shape, place in LAW.layout.tensor_slices():
+    for name, shape, place in law.layout.tensor_slices():
         tensors |= {f"anchor/{name}": x[place].view(shape).clone(), f"momentum/{name}": x[place].view(shape).clone()}
     from safetensors.torch import save
 
@@ -632,3 +633,43 @@ def test_floods_leave_a_member_bounded(kind: str, senders: int) -> None:
     assert len(one.outcomes) <= 1
 
 
+
+
+@pytest.mark.parametrize("kind", [Parts, Averaged, RecordMessage, Confirm, Fetch, Lacking])
+def test_floods_in_an_attempt_leave_a_member_bounded(kind: type[Record]) -> None:
+    """Of members, who may say everything: kept are one packet each way of each, and 1 MB of all else."""
+    one = member()
+    leader, hello = join_of(one)
+    true = start_of([ME, *OTHERS], by_peer(leader), {ME.peer_id: hello})
+    one.deliver(leader, StartMessage(true.body, true.signature), 0.0)
+    whole = len(LAW.layout.parts)
+
+    def message(i: int) -> Record:
+        unique = hashlib.sha256(i.to_bytes(8, "big")).digest()
+        first = i % whole
+        match kind.__name__:
+            case "Parts":
+                size = LAW.layout.up_offsets[first + 1] - LAW.layout.up_offsets[first]
+                return Parts(true.hash, first, first + 1, bytes(size))
+            case "Averaged":
+                size = LAW.layout.down_offsets[first + 1] - LAW.layout.down_offsets[first]
+                return Averaged(true.hash, i % N, first, first + 1, bytes(size))
+            case "RecordMessage":
+                return RecordMessage(true.hash, unique * 60, bytes(64))
+            case "Confirm":
+                return Confirm(true.hash, unique)
+        return kind(true.hash, i % N)
+
+    sent = [message(i) for i in range(FLOOD)]
+    one.outbox = []
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for i, record in enumerate(sent):
+            one.deliver(OTHERS[i // whole % len(OTHERS)].peer_id, record, 0.1)
+            one.outbox = []
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept <= N * (LAW.layout.up_bytes + LAW.layout.down_bytes) + 2**20
