@@ -16,8 +16,9 @@ __all__ = ["check_address", "check_announce", "check_listen", "reachable_address
 
 def check_address(address: Any) -> str:
     """Return a peer's multiaddr, or raise ConfigError with an example."""
-    shape = r"/(ip4|ip6|dns4|dns6|dns)/[^/\s]{1,255}/tcp/\d{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{20,64}"
-    if not (isinstance(address, str) and re.fullmatch(shape, address)):
+    shape = r"/(ip4|ip6|dns4|dns6|dns)/[0-9A-Za-z.:_-]{1,253}/tcp/([0-9]{1,5})/p2p/[1-9A-HJ-NP-Za-km-z]{20,64}"
+    found = re.fullmatch(shape, address) if isinstance(address, str) else None
+    if found is None or int(found.group(2)) > 65535:
         raise ConfigError(f"address {address!r}: must look like /ip4/203.0.113.7/tcp/31337/p2p/12D3Koo...")
     return address
 

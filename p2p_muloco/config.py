@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 MAX_CONFIG_BYTES = 16 * 1024
+MAX_ADDRESSES = 32  # in a join string
 FORMAT = 1  # of the canonical bytes: changed whenever the same fields would mean something else
 
 
@@ -153,16 +154,17 @@ class RunConfig:
     @classmethod
     def from_toml(cls, text: str) -> RunConfig:
         try:
-            return cls.from_dict(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+            tree = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # also of numbers of 5,000 digits, and of 1,000 brackets
             raise ConfigError(f"the run file is not TOML: {error}; `p2p-muloco init` writes a valid one") from None
+        return cls.from_dict(tree)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> RunConfig:
         if len(raw) > MAX_CONFIG_BYTES:
             raise ConfigError(f"a run config has {len(raw)} bytes; at most {MAX_CONFIG_BYTES} are read")
         try:
-            version, tree = msgpack.unpackb(raw, strict_map_key=True)
+            version, tree = msgpack.unpackb(raw, strict_map_key=True, max_array_len=2)  # claimed lengths are allocated
         except Exception:
             raise ConfigError("the run config is not msgpack of (format, sections)") from None
         if version != FORMAT or not isinstance(tree, dict):
@@ -240,6 +242,8 @@ def _section(name: str, kind: type, values: Any) -> Any:
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) is int and value.bit_length() > 64:  # Python can't compare it with a float, or print it
+        raise ConfigError(f"{name}: an integer of {value.bit_length()} bits; must have at most 64")
     if float in kinds and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) not in kinds:
@@ -349,7 +353,7 @@ class JoinString:
     @classmethod
     def _from_body(cls, body: bytes) -> JoinString:
         try:
-            run_id, config_hash, owner, addresses = msgpack.unpackb(body)
+            run_id, config_hash, owner, addresses = msgpack.unpackb(body, max_array_len=2 * MAX_ADDRESSES)
         except Exception:
             raise ConfigError("join string: it holds other fields than this version reads; update p2p-muloco") from None
         if not (isinstance(run_id, str) and re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}-[0-9a-f]{12}", run_id)):
@@ -360,8 +364,8 @@ class JoinString:
             raise ConfigError(f"join string: run id {run_id!r} does not belong to config hash {config_hash.hex()[:12]}")
         if not (isinstance(owner, bytes) and len(owner) in (0, 32)):
             raise ConfigError("join string: the owner's key must have 32 bytes or none")
-        if not (isinstance(addresses, list) and 1 <= len(addresses) <= 32):
-            raise ConfigError("join string: it must hold 1 to 32 addresses")
+        if not (isinstance(addresses, list) and 1 <= len(addresses) <= MAX_ADDRESSES):
+            raise ConfigError(f"join string: it must hold 1 to {MAX_ADDRESSES} addresses")
         for address in addresses:
             check_address(address)
         return cls(addresses=tuple(addresses), run_id=run_id, config_hash=config_hash, owner=owner.hex())

@@ -18,6 +18,7 @@ __all__ = ["PEER_ID_BYTES", "Identity", "parse_peer_id", "peer_name", "verify"]
 PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash of a libp2p PublicKey{type: Ed25519, data: 32 bytes}
 KEY_FILE_PREFIX = bytes.fromhex("08011240")  # libp2p PrivateKey{type: Ed25519, data: seed + public key}
 PEER_ID_BYTES = 38
+REMEMBERED_BYTES = 256  # a HELLO; 4,096 remembered lists of members could hold 128 MB
 
 
 class Identity:
@@ -55,9 +56,13 @@ class Identity:
         return int.from_bytes(hashlib.sha256(self.peer_id).digest()[:8], "big")
 
 
-@functools.lru_cache(maxsize=4096)
 def verify(peer_id: bytes, purpose: bytes, message: bytes, signature: bytes) -> bool:
     """True if the owner of `peer_id` signed `message` for `purpose`."""
+    check = _verify_once if len(message) <= REMEMBERED_BYTES else _verify
+    return check(peer_id, purpose, message, signature)
+
+
+def _verify(peer_id: bytes, purpose: bytes, message: bytes, signature: bytes) -> bool:
     if len(peer_id) != PEER_ID_BYTES or not peer_id.startswith(PEER_ID_PREFIX) or len(signature) != 64:
         return False
     try:
@@ -65,6 +70,9 @@ def verify(peer_id: bytes, purpose: bytes, message: bytes, signature: bytes) -> 
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+_verify_once = functools.lru_cache(maxsize=4096)(_verify)  # a HELLO comes in JOIN, in every START and in the entry
 
 
 def peer_name(peer_id: bytes) -> str:

@@ -175,7 +175,7 @@ class Store:
             with open(self.snapshots / f"{k:09d}.safetensors", "rb") as file:
                 file.seek(index * CHUNK_BYTES)
                 return file.read(CHUNK_BYTES)
-        except FileNotFoundError:
+        except OSError:  # it is gone, or no file of this disk could be that long
             return b""
 
     def resume(self, law: Law) -> tuple[State, list[Checked]] | None:
@@ -236,14 +236,7 @@ def fetch_state(law: Law, fetch: Fetch, donor: bytes, progress: Callable[[int, i
     """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. 
     Raise StateUnavailable if there is none, BadPacket if it breaks a rule.
     """
-    try:
-        most = 64 + 40 * (max_state_bytes(law) // CHUNK_BYTES + 1)
-        k, size, digests = msgpack.unpackb(fetch(donor, WantManifest(), most), use_list=False)
-        expected = -(-size // CHUNK_BYTES)
-        if not (0 < size <= max_state_bytes(law) and len(digests) == expected and isinstance(k, int)):
-            raise ValueError
-    except (ValueError, TypeError, msgpack.UnpackException):
-        raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule") from None
+    k, size, digests = _read_manifest(law, fetch(donor, WantManifest(), _max_manifest_bytes(law)))
     whole = bytearray()
     for index, digest in enumerate(digests):
         chunk = fetch(donor, WantChunk(k, index), CHUNK_BYTES)
@@ -254,6 +247,27 @@ def fetch_state(law: Law, fetch: Fetch, donor: bytes, progress: Callable[[int, i
     return read_state(law, bytes(whole))
 
 
+def _max_chunks(law: Law) -> int:
+    return -(-max_state_bytes(law) // CHUNK_BYTES)
+
+
+def _max_manifest_bytes(law: Law) -> int:
+    return 64 + 40 * _max_chunks(law)
+
+
+def _read_manifest(law: Law, packed: bytes) -> tuple[int, int, tuple[bytes, ...]]:
+    try:
+        most = max(3, _max_chunks(law))  # a tuple of the claimed length is made before its items are read
+        k, size, digests = msgpack.unpackb(packed, use_list=False, max_array_len=most, max_map_len=0)
+        if type(k) is type(size) is int and 0 <= k < 2**40 and 0 < size <= max_state_bytes(law):
+            hashes = type(digests) is tuple and all(type(digest) is bytes for digest in digests)
+            if hashes and len(digests) == -(-size // CHUNK_BYTES):
+                return k, size, digests
+    except Exception:  # msgpack raises many kinds on hostile bytes
+        pass
+    raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule")
+
+
 def read_state(law: Law, whole: bytes) -> State:
     """Check names, shapes, types and finiteness; raise BadPacket."""
     try:
@@ -261,7 +275,7 @@ def read_state(law: Law, whole: bytes) -> State:
         header_size = int.from_bytes(whole[:8], "little")
         metadata = json.loads(whole[8 : 8 + header_size])["__metadata__"]
         tip = Tip.unpack(bytes.fromhex(metadata["tip"]))
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError):
+    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError):  # torch's of shapes such as (0, 2^40, 2^40)
         raise BadPacket("not a safetensors state of this program") from None
     anchor, momentum = torch.empty(law.layout.n_elements), torch.empty(law.layout.n_elements)
     for name, shape, place in law.layout.tensor_slices():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from p2p_muloco.packet import Layout
 from p2p_muloco.simulate import local_trainer, run_swarm
 from p2p_muloco.trainer import Trainer
 
+corpus = functools.cache(lambda: load_corpus(RunConfig().data))
 MATRIX = {"blocks.0.mlp.up.weight": (64, 48)}
 
 
@@ -77,7 +79,7 @@ def test_what_adamw_can_do_to_one_element(betas: tuple[float, float], k: float) 
     assert not over_limit(torch.tensor([1e30]), math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["spectral", "rms"]), st.sampled_from([0.0, 0.1, 1.0]),
        st.sampled_from([(8, 8), (8, 40), (40, 8), (33, 31)]), st.sampled_from(["muon", "adamw"]),
        st.sampled_from([(0.9, 0.99), (0.9, 0.95), (0.0, 0.9)]), st.integers(1, 12))
@@ -118,7 +120,7 @@ def test_largest_lr_is_that_of_every_place_in_the_interval(counted: list[int], f
     rates = [learning_rate(law.config.inner, min(1.0, place / budget)) for place in places]
     found = largest_lr(law, history)
     assert max(rates) <= found * (1 + 1e-12) <= 0.02 * (1 + 1e-12)
-    if not from_genesis and all(counted[1:]) and len(counted) > 1:  # nothing had to be assumed
+    if history[0] and all(counted[1:]) and len(counted) > 1:  # nothing had to be assumed
         width = (places[1] - places[0]) / budget
         steepest = 0.02 * max(1 / warmup if warmup else 0.0, math.pi / 2 / (1 - warmup))
         assert found <= max(rates) + steepest * width
@@ -138,7 +140,7 @@ def test_largest_lr_by_hand() -> None:
 # -- a sender clips what it says
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(CODECS), st.integers(0, 2**32), st.sampled_from(["normal", "heavy", "sparse", "constant", "half"]),
        st.floats(1e-3, 1e3), st.sampled_from([0.0, 0.9, 1.0]), st.integers(1, 40))
 def test_no_clipped_part_is_over_its_limit(up: str, seed: int, form: str, size: float, beta: float, h: int) -> None:
@@ -204,7 +206,7 @@ class Said:
 def honest_run(law: Law, folder: Path, step_s: Sequence[float]) -> list[Said]:
     """All packets of a swarm of trainers that don't clip, one trainer for each of `step_s`."""
     said: list[Said] = []
-    network, corpus, trainers = LocalNetwork(), load_corpus(law.config.data), list[Trainer]()
+    network, trainers = LocalNetwork(), list[Trainer]()
     history: dict[int, int] = {}
 
     def watch(peer: int, event: dict[str, Any]) -> None:
@@ -220,7 +222,7 @@ def honest_run(law: Law, folder: Path, step_s: Sequence[float]) -> list[Said]:
         said.append(Said(tip.k + 1, peer, round_.packet.inner_steps, decoded, limits.tolist()))
 
     for i in range(len(step_s)):
-        trainers.append(local_trainer(law, Identity(bytes([i + 1]) * 32), network, corpus, folder / str(i),
+        trainers.append(local_trainer(law, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i),
                                       record=lambda event, i=i: watch(i, event)))
     run_swarm(network, trainers, step_s)
     assert all(trainer.ended for trainer in trainers)
@@ -228,13 +230,13 @@ def honest_run(law: Law, folder: Path, step_s: Sequence[float]) -> list[Said]:
 
 
 def honest_law(up: str, peers: int, rounds: int, *, optimizer: str = "muon", scale: str = "spectral", decay: float = 0.0,
-               clock: str = "steps", inner_steps: int = 4, width: int = 16, part_elements: int = 1024) -> Law:
+               inner_steps: int = 4, part_elements: int = 4096) -> Law:
     lr = 0.1 if scale == "rms" else 0.02  # 0.2 lr is the RMS of an update
-    model = ModelConfig(d_model=width, n_layers=1, n_heads=2, d_mlp=2 * width, seq_len=16)
     config = RunConfig(
-        run=RunSection(inner_steps=inner_steps, min_peers=peers, clock=clock, overlap="keep",
-                       token_budget=rounds * peers * inner_steps * 2 * 16, window_s=5.0),
-        model=model, outer=OuterConfig(eta=0.7, mu=0.6), codec=CodecConfig(up=up, part_elements=part_elements),
+        run=RunSection(inner_steps=inner_steps, min_peers=peers, clock="time", overlap="keep", window_s=5.0,
+                       token_budget=rounds * peers * inner_steps * 2 * 16),
+        model=ModelConfig(d_model=32, n_layers=1, n_heads=2, d_mlp=64, seq_len=16),
+        outer=OuterConfig(eta=0.7, mu=0.6), codec=CodecConfig(up=up, part_elements=part_elements),
         inner=InnerConfig(batch_size=2, optimizer=optimizer, scale=scale, weight_decay=decay, lr=lr),
     )
     return Law.of(config)
@@ -245,11 +247,11 @@ KINDS_OF_RUN = [("muon", "spectral", 0.0), ("muon", "rms", 0.1), ("adamw", "spec
 
 @pytest.mark.parametrize("up,kind", [(up, KINDS_OF_RUN[i % len(KINDS_OF_RUN)]) for i, up in enumerate(CODECS)])
 def test_no_honest_packet_is_over_its_limit(tmp_path: Path, up: str, kind: tuple[str, str, float]) -> None:
-    """25 rounds of three peers, one of them slower; 200 rounds of every combination were run by hand once."""
+    """Over 20 rounds of two peers, one of them slower; 200 rounds of every combination were run by hand once."""
     optimizer, scale, decay = kind
-    law = honest_law(up, 3, 25, optimizer=optimizer, scale=scale, decay=decay, clock="time")
-    said = honest_run(law, tmp_path, [0.05, 0.05, 0.1])
-    assert len(said) >= 60 and len({packet.h for packet in said}) > 1
+    law = honest_law(up, 2, 36, optimizer=optimizer, scale=scale, decay=decay, inner_steps=2)
+    said = honest_run(law, tmp_path, [0.05, 0.09])
+    assert max(packet.round for packet in said) >= 20 and len({packet.h for packet in said}) > 1
     assert max(packet.largest_share for packet in said) <= 1.0
 
 
@@ -263,19 +265,23 @@ def test_clip_factors_by_hand() -> None:
     assert clip_factors([8.0, 8.0, 8.0, 4.0], [8, 8, 8, 1]) == [1.0, 1.0, 1.0, 1.0]  # short of steps, longer a step
     assert clip_factors([8.0, 8.0, 8.0, 24.0], [8, 8, 8, 1])[3] == 0.5
     assert clip_factors([0.0, 0.0, 0.0], [1, 2, 3]) == [1.0, 1.0, 1.0]
-    assert clip_factors([0.0, 0.0, 5.0], [1, 1, 1]) == [1.0, 1.0, 0.0]
+    assert clip_factors([0.0, 0.0, 5.0, 9.0], [1, 1, 1, 1]) == [1.0] * 4  # rows that two of four had a use for
+    assert clip_factors([0.0, 1.0, 1.0, 3.0], [9, 1, 1, 1]) == [1.0, 1.0, 1.0, 0.5]
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 40)), min_size=3, max_size=12))
+@given(st.lists(st.tuples(st.just(0.0) | st.floats(1e-6, 1e6), st.integers(1, 40)), max_size=12))
 def test_clipping_holds_what_it_says_and_spares_most(rows: list[tuple[float, int]]) -> None:
-    norms, h = [row[0] for row in rows], [row[1] for row in rows]
-    factors = clip_factors(norms, h)
-    steps = sorted(n / x for n, x in rows)[(len(rows) - 1) // 2]
-    typical = sorted(h)[(len(h) - 1) // 2]
-    for norm, own, factor in zip(norms, h, factors, strict=True):
-        assert 0 <= factor <= 1 and norm * factor <= 1.5 * steps * max(own, typical) * (1 + 1e-12)
-        assert factor == 1 or norm > 1.5 * steps * own
-    assert sum(factor == 1 for factor in factors) > len(rows) // 2 - (len(rows) % 2 == 0)
+    factors = clip_factors([norm for norm, _ in rows], [h for _, h in rows])
+    speaking = [row for row in rows if row[0] > 0]
+    if len(speaking) < 3:
+        assert factors == [1.0] * len(rows)
+        return
+    a_step = sorted(norm / h for norm, h in speaking)[(len(speaking) - 1) // 2]
+    typical = sorted(h for _, h in speaking)[(len(speaking) - 1) // 2]
+    for (norm, h), factor in zip(rows, factors, strict=True):
+        assert 0 < factor <= 1 and norm * factor <= 1.5 * a_step * max(h, typical) * (1 + 1e-12)
+        assert factor == 1 or norm > 1.5 * a_step * h
+    assert sum(factor < 1 for factor in factors) <= len(speaking) // 2
 
 
 @settings(max_examples=100, deadline=None)
