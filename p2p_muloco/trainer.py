@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from p2p_muloco.bounds import clip_to_limits, largest_lr, step_limits
 from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
@@ -262,7 +263,9 @@ class Trainer:
                 return self._roll_back("the weights are not finite")
             pace_mhz = min(10**9, max(1, round(1000 / max(self.pace_s, 1e-6))))
             h = min(self.steps, self.law.max_h)
-            packet = Packet(self.law.layout.encode(x), h, pace_mhz, self.digest)
+            limits = step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
+            payload = self.law.layout.encode(clip_to_limits(self.law.layout, x, limits, h))
+            packet = Packet(payload, h, pace_mhz, self.digest, tuple(limits.tolist()))
             self._round = _Round(packet, theta, self.exchange.now())
             self.steps = 0
             self.record({"event": "begin", "round": self.state.tip.k + 1, "inner_steps": h})
