@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,12 +17,13 @@ from typing import Protocol
 from p2p_muloco.chain import Tip
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.member import Behind, Committed, Failed, Member, Outcome
-from p2p_muloco.messages import KINDS
+from p2p_muloco.messages import KINDS, Averaged, Parts
 from p2p_muloco.packet import Packet
 from p2p_muloco.snapshot import Store, serve
 from p2p_muloco.wire import Record, read_frame, write_frame
 
-__all__ = ["Behind", "Committed", "Exchange", "Failed", "Fault", "LocalExchange", "LocalNetwork", "Outcome", "Traffic"]
+__all__ = ["Behind", "Committed", "Exchange", "Failed", "Fault", "LocalExchange", "LocalNetwork", "Outcome", "Partition",
+           "Traffic"]
 
 
 @dataclass
@@ -82,6 +84,15 @@ class Fault:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Partition:
+    """From `begin_s` to `end_s` nothing crosses between the members in `side` (in order of their adding) and the others."""
+
+    begin_s: float
+    end_s: float
+    side: frozenset[int]
+
+
 @dataclass(order=True)
 class _Event:
     at: float
@@ -94,9 +105,12 @@ class _Event:
 class LocalNetwork:
     """Members in one process. `choose` may pick which of the pending events comes next, to explore interleavings."""
 
-    def __init__(self, latency_s: float = 0.01, faults: Sequence[Fault] = (),
-                 choose: Callable[[int], int] | None = None) -> None:
+    def __init__(self, latency_s: float = 0.01, faults: Sequence[Fault] = (), choose: Callable[[int], int] | None = None,
+                 partitions: Sequence[Partition] = (), upload_bytes_per_s: float = math.inf) -> None:
+        """`upload_bytes_per_s`: of each member, for packets and averages; other messages are small and overtake them."""
         self.now = 0.0
+        self.partitions, self.upload_bytes_per_s = partitions, upload_bytes_per_s
+        self._sent_until: dict[bytes, float] = {}
         self.latency_s, self.faults, self._choose = latency_s, list(faults), choose
         self.members: dict[bytes, Member] = {}
         self.traffic: dict[bytes, Traffic] = {}
@@ -124,6 +138,11 @@ class LocalNetwork:
     def is_dead(self, peer: bytes) -> bool:
         return peer in self._dead
 
+    def is_cut(self, one: bytes, other: bytes) -> bool:
+        """Whether a partition lies between two members now."""
+        pair = self._index.get(one, -1), self._index.get(other, -1)
+        return any(p.begin_s <= self.now < p.end_s and (pair[0] in p.side) != (pair[1] in p.side) for p in self.partitions)
+
     def is_frozen(self, peer: bytes) -> bool:
         return self._frozen.get(peer, 0.0) > self.now
 
@@ -143,6 +162,11 @@ class LocalNetwork:
     def _send(self, sender: bytes, to: bytes, frame: bytes) -> None:
         nth, at = self._sent[sender], max(self.now, self._frozen.get(sender, 0.0)) + self.latency_s
         self._sent[sender] += 1
+        if self.is_cut(sender, to):
+            return
+        if math.isfinite(self.upload_bytes_per_s) and frame[4] in (Parts.KIND, Averaged.KIND):
+            self._sent_until[sender] = max(self.now, self._sent_until.get(sender, 0.0)) + len(frame) / self.upload_bytes_per_s
+            at = max(at, self._sent_until[sender] + self.latency_s)
         if to not in self.members or to in self._dead:
             self._push(at, sender, to, None)
             return
@@ -274,7 +298,7 @@ class LocalExchange:
 
     def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         store = self.network.stores.get(donor)
-        if store is None or self.network.is_dead(donor):
+        if store is None or self.network.is_dead(donor) or self.network.is_cut(self.peer_id, donor):
             raise StateUnavailable("the donor can't be reached")
         answer = serve(store, request, store.config_bytes)
         if len(answer) > max_bytes:

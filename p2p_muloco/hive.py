@@ -23,7 +23,6 @@ import logging
 import math
 import multiprocessing
 import os
-import random
 import signal
 import threading
 import time
@@ -55,7 +54,6 @@ log = logging.getLogger(__name__)
 
 START_S = 60.0  # for daemon and DHT to start; an unreachable address is named after 4 s
 SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train with
-ISLANDS_S = 60.0  # between two questions to a random peer outside the group
 STATUS_S = 1.0  # between two reports to the trainer's process
 ADDRESSES_S = 10.0  # between two looks at own and others' addresses
 RECENT_ENTRIES = 2  # served from memory until the trainer has written them
@@ -235,7 +233,6 @@ class _Hive:
         threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
         self._spawn(self._look_around())
         self._spawn(self._tell_status())
-        self._spawn(self._meet_islands())
         await self._stopped.wait()
         for task in self._tasks:
             task.cancel()
@@ -394,12 +391,3 @@ class _Hive:
             waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
             self._tell("status", waiting, own, met, dict(self.reports))
             await asyncio.sleep(STATUS_S)
-
-    async def _meet_islands(self) -> None:
-        while True:
-            await asyncio.sleep(ISLANDS_S * random.uniform(0.5, 1.5))
-            if self.member is not None:
-                outside = sorted(self.member.roster - set(self.member.tip.members))
-                if outside:
-                    chosen = random.choice(outside)
-                    self._drive(lambda member, now, peer=chosen: member.ask(peer))  # type: ignore[misc]

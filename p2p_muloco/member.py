@@ -52,6 +52,7 @@ __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
 
 ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three asked, a second for each
 LEASE_S = 2.0  # who stood still for less still answers in time: at most a second of ANSWER_S goes into a round trip
+MEET_S = 60.0  # between two questions to a peer of the run outside the last entry, so that islands meet
 FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
 MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
@@ -130,6 +131,7 @@ class Member:
         self._groups: set[bytes] = set()  # attempts at this head that were entered or refused
         self._early: dict[bytes, tuple[bytes, list[Record], int]] = {}  # by sender: group, messages, bytes
         self._told_behind = False
+        self._met, self._meet_at = 0, MEET_S
 
     # -- what the trainer asks
 
@@ -178,7 +180,7 @@ class Member:
         self._harvest(now)
 
     def ask(self, peer: bytes) -> None:
-        """Poll one peer, so that islands meet."""
+        """Poll one peer: it answers where it stands."""
         self.outbox.append((peer, Poll(self.tip.head, self.tip.k, self.phase)))
 
     # -- what the network brings
@@ -221,11 +223,20 @@ class Member:
 
     def on_time(self, now: float) -> None:
         self._wake(now)
+        self._meet(now)
         if self.attempt is not None:
             self.attempt.on_time(now)
         elif self._gathering is not None:
             self._follow_on(now) if self._gathering.leader != self.me else self._lead_on(now)
         self._harvest(now)
+
+    def _outside(self) -> list[bytes]:
+        return leader_order(self.me, list(self.roster - set(self.tip.members)))
+
+    def _meet(self, now: float) -> None:
+        if (outside := self._outside()) and now >= self._meet_at:
+            self.ask(outside[self._met % len(outside)])
+            self._met, self._meet_at = self._met + 1, now + MEET_S
 
     def _wake(self, now: float) -> None:
         """Called first, whatever happens: after a standstill (sleep, swap, SIGSTOP) nothing known is current."""
@@ -240,10 +251,14 @@ class Member:
 
     @property
     def wake_at(self) -> float | None:
-        at = self._awake_at + ANSWER_S / 3
-        if self.attempt is not None:
-            return at if self.attempt.wake_at is None else min(at, self.attempt.wake_at)
-        return None if self._gathering is None else min(at, self._gathering.asked_at + ANSWER_S / 3)
+        times = [self._meet_at] if self._outside() else []
+        if self.attempt is not None or self._gathering is not None:
+            times.append(self._awake_at + ANSWER_S / 3)
+        if self.attempt is not None and self.attempt.wake_at is not None:
+            times.append(self.attempt.wake_at)
+        elif self._gathering is not None:
+            times.append(self._gathering.asked_at + ANSWER_S / 3)
+        return min(times, default=None)
 
     @property
     def phase(self) -> int:

@@ -30,8 +30,8 @@ from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.packet import Layout
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
-__all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "WantManifest", "WantRun", "fetch_entry",
-           "fetch_state", "serve", "state_digest", "write_atomically"]
+__all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "WantManifest", "WantRun", "WantTip",
+           "fetch_entry", "fetch_state", "fetch_tip", "serve", "state_digest", "write_atomically"]
 
 CHUNK_BYTES = 4 * 2**20
 KEPT_SNAPSHOTS = 2
@@ -70,7 +70,14 @@ class WantChunk(Record):
     index: int = integer(0, 2**24)
 
 
-REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk)}
+@dataclass(frozen=True)
+class WantTip(Record):
+    """The tip of the donor's chain as its disk has it; empty if there is none."""
+
+    KIND = 44
+
+
+REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip)}
 
 
 @dataclass
@@ -112,9 +119,12 @@ class Store:
         self.log.mkdir(parents=True, exist_ok=True)
         self.snapshots.mkdir(parents=True, exist_ok=True)
 
-    def put_entry(self, k: int, entry: Entry) -> None:
-        packed = entry.pack()
-        write_atomically(self.log / f"entry-{k:09d}.bin", lambda path: path.write_bytes(packed))
+    def put_entry(self, k: int, entry: Entry, tip: Tip, own_packet: bytes = b"") -> None:
+        """Add entry k, the tip after it, and this peer's packet if the entry counts it, for healing a fork."""
+        files = {f"entry-{k:09d}.bin": entry.pack(), f"packet-{k:09d}.bin": own_packet, "tip.bin": tip.pack()}
+        for name, content in files.items():
+            if content:
+                write_atomically(self.log / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
 
     def entry(self, k: int) -> bytes:
         """Packed bytes, or b'' if it is not kept."""
@@ -122,6 +132,25 @@ class Store:
             return (self.log / f"entry-{k:09d}.bin").read_bytes()
         except FileNotFoundError:
             return b""
+
+    def tip(self) -> bytes:
+        """The packed tip after the last entry that was put, or b''."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.log / "tip.bin").read_bytes()
+        return b""
+
+    def own_packets(self) -> dict[bytes, bytes]:
+        """This peer's counted packets in the log, by their sha256."""
+        payloads = [path.read_bytes() for path in self.log.glob("packet-*.bin")]
+        return {hashlib.sha256(payload).digest(): payload for payload in payloads}
+
+    def cut(self, tip: Tip, after: int) -> None:
+        """Stand at `tip`; drop entries and states after entry `after`: they are of a branch that is left."""
+        write_atomically(self.log / "tip.bin", lambda path: path.write_bytes(tip.pack()))
+        for path in (*self.log.glob("entry-*.bin"), *self.log.glob("packet-*.bin"), *self.snapshots.glob("*.*")):
+            number = re.search(r"(\d{9})\.", path.name)
+            if number and int(number.group(1)) > after:
+                path.unlink(missing_ok=True)
 
     def pin(self, state: State) -> None:
         """Keep a state; drop what is older than the one before it, and the entries that led there."""
@@ -140,8 +169,7 @@ class Store:
 
     def restart_from(self, state: State) -> None:
         """Another chain's state takes the place of all that is here."""
-        for path in (*self.snapshots.glob("*.safetensors"), *self.snapshots.glob("*.json"), *self.log.glob("entry-*.bin")):
-            path.unlink(missing_ok=True)
+        self.cut(state.tip, -1)
         self.pin(state)
 
     def pinned(self) -> list[int]:
@@ -156,8 +184,8 @@ class Store:
             if int(path.stem) < kept[0]:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".json").unlink(missing_ok=True)
-        for path in self.log.glob("entry-*.bin"):
-            found = re.fullmatch(r"entry-(\d+)", path.stem)
+        for path in (*self.log.glob("entry-*.bin"), *self.log.glob("packet-*.bin")):
+            found = re.fullmatch(r"[a-z]+-(\d+)", path.stem)
             if found and int(found.group(1)) <= kept[0]:
                 path.unlink(missing_ok=True)
 
@@ -181,15 +209,21 @@ class Store:
     def resume(self, law: Law) -> tuple[State, list[Checked]] | None:
         """The newest undamaged state, and the verified entries after it; None in a fresh folder."""
         for k in reversed(self.pinned()):
-            try:
-                state = read_state(law, (self.snapshots / f"{k:09d}.safetensors").read_bytes())
-            except (BadPacket, OSError):
-                continue
-            return state, list(self._replayable(law, state.tip))
+            state = self.state(law, k)
+            if state is not None:
+                return state, list(self.replayable(law, state.tip))
         return None
 
-    def _replayable(self, law: Law, tip: Tip) -> Iterator[Checked]:
-        while packed := self.entry(tip.k + 1):
+    def state(self, law: Law, k: int) -> State | None:
+        """The state pinned after entry k; None if it isn't there or is damaged."""
+        try:
+            return read_state(law, (self.snapshots / f"{k:09d}.safetensors").read_bytes())
+        except (BadPacket, OSError):
+            return None
+
+    def replayable(self, law: Law, tip: Tip, last: int | None = None) -> Iterator[Checked]:
+        """The log's entries that hold after `tip`, up to entry `last`."""
+        while (last is None or tip.k < last) and (packed := self.entry(tip.k + 1)):
             try:
                 checked = check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law)))
             except BadPacket:
@@ -221,6 +255,8 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
             return store.entry(request.k)
         case WantManifest():
             return store.manifest()
+        case WantTip():
+            return store.tip()
         case WantChunk():
             return store.chunk(request.k, request.index)
     raise BadPacket("not a request")
@@ -289,6 +325,14 @@ def read_state(law: Law, whole: bytes) -> State:
     if tip.k and tip.recent[-1] != tip.head:
         raise BadPacket("a state whose chain does not fit")
     return State(tip, anchor, momentum)
+
+
+def fetch_tip(fetch: Fetch, donor: bytes) -> Tip:
+    """The donor's tip: a claim that entries or a state must prove; raise BadPacket or StateUnavailable."""
+    packed = fetch(donor, WantTip(), Tip.MAX_BYTES)
+    if not packed:
+        raise StateUnavailable("that peer has no entry yet")
+    return Tip.unpack(packed)
 
 
 def pack_request(request: Record) -> bytes:

@@ -12,7 +12,6 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -24,16 +23,16 @@ import torch
 from torch import Tensor
 
 from p2p_muloco.bounds import clip_to_limits, largest_lr, step_limits
-from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
+from p2p_muloco.chain import Checked, Law
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.exchange import Behind, Committed, Exchange, Failed, Outcome
+from p2p_muloco.healing import Way, apply_entry, carried_work, decoded_parts, find_way
 from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT, initial_weights
 from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
-from p2p_muloco.outer import eta_mu, outer_step
 from p2p_muloco.packet import Layout, Packet
-from p2p_muloco.snapshot import State, Store, fetch_entry, fetch_state
+from p2p_muloco.snapshot import State, Store, fetch_state
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
 
@@ -43,6 +42,7 @@ SKIPS_BEFORE_ROLLBACK = 10  # inner steps in a row without a finite gradient
 SLOWED = 0.1  # lr factor of a peer that has 4H uncommitted steps: it must not run away from the swarm
 PACE_MEMORY = 0.9
 CATCH_UP_PAUSE_S = 1.0  # before a peer that could not catch up asks again
+MISSED_BEFORE_FORGOTTEN = 10  # entries, after which what packets could not say is stale
 EARLY = 0.75  # of a period: when a peer that no leader waits for brings its packet
 
 
@@ -304,10 +304,7 @@ class Trainer:
             progress, steps = theta.sub_(round_.theta_begin), self.steps
         else:
             progress, steps = theta.sub_(self.state.anchor), self.steps + (round_.packet.inner_steps if round_ else 0)
-        d, h = merged_update(self.law, checked), [hello.h for hello in checked.counted]
-        eta, mu = eta_mu(self.law.config.outer, self.law.config.inner.optimizer, h, self.state.tip.k)
-        outer_step(self.state.anchor, self.state.momentum, d, eta, mu)
-        self.state.tip = advance(self.law, self.state.tip, checked)
+        apply_entry(self.law, self.state, checked)
         self._round, self.steps, self._anchored_at = None, min(steps, self.law.max_h), self.exchange.now()
         self._after_commit(checked, counted, progress, round_, evaluate)
 
@@ -318,18 +315,13 @@ class Trainer:
 
     def _update_residual(self, checked: Checked, round_: _Round) -> None:
         """e' = x - D(q) on counted parts and x on the others (design, 2: exactly once, by part)."""
-        x, layout = self._pseudo_gradient(round_.theta_begin), self.law.layout
-        for span, n in checked.counted_parts(self.exchange.peer_id):
-            for index in range(span.first, span.first + n):
-                part = layout.parts[index]
-                said = layout.decode_up(index, layout.up_slice(round_.packet.payload, index, index + 1))
-                x[part.start : part.stop] -= said
-        self.residual = x
+        said = decoded_parts(self.law, round_.packet.payload, checked, self.exchange.peer_id)
+        self.residual = self._pseudo_gradient(round_.theta_begin).sub_(said)
 
     def _after_commit(self, checked: Checked, counted: bool, progress: Tensor, round_: _Round | None, evaluate: bool) -> None:
         tip, anchor = self.state.tip, self.state.anchor
         self.digest = self.state.digest
-        self.store.put_entry(tip.k, checked.entry)
+        self.store.put_entry(tip.k, checked.entry, tip, round_.packet.payload if counted and round_ else b"")
         if tip.k % self.law.config.run.snapshot_every == 0 or self.ended:
             self.store.pin(self.state)
         self.rounds += counted
@@ -379,6 +371,8 @@ class Trainer:
                 self.record({"event": "catch_up_failed", "round": behind.k, "reason": str(error)})
                 continue
             self.record({"event": "caught_up", "from": came_from, "round": self.state.tip.k})
+            if self.state.tip.k > came_from + MISSED_BEFORE_FORGOTTEN:
+                self.residual.zero_()
             break
         else:
             if self._round is not None:
@@ -386,24 +380,12 @@ class Trainer:
         self.exchange.adopt(self.state.tip)
 
     def _follow(self, donor: bytes, behind: Behind) -> None:
-        entries = self._entries_after(self.state.tip, donor)
-        if not _reaches(self.state.tip, entries, behind.head):
-            state = self._better_state(donor)
-            entries = self._entries_after(state.tip, donor)
-            if not _reaches(state.tip, entries, behind.head):
-                raise StateUnavailable(f"that peer could not show entry {behind.k}")
-            self.load_state(state)
-        for checked in entries:
-            self.commit(checked, evaluate=checked is entries[-1])
-
-    def _entries_after(self, tip: Tip, donor: bytes) -> list[Checked]:
-        """The donor's entries that hold on `tip`, verified and not yet applied."""
-        entries: list[Checked] = []
-        with contextlib.suppress(BadPacket):  # of another chain: what came before it is good
-            while (checked := fetch_entry(self.law, self.exchange.fetch, donor, tip)) is not None:
-                entries.append(checked)
-                tip = advance(self.law, tip, checked)
-        return entries
+        way = find_way(self.law, self.state.tip, self.store, self.exchange.fetch, donor, behind.head,
+                       lambda: self._better_state(donor))
+        if way.base is not None:
+            self._rebase(way.base, way)
+        for checked in way.entries:
+            self.commit(checked, evaluate=checked is way.entries[-1])
 
     def _better_state(self, donor: bytes) -> State:
         """The donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
@@ -415,28 +397,37 @@ class Trainer:
         tip = state.tip
         if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:
             raise BadPacket("a state claims more steps than its entries can hold")
-        if not heavier(tip.weight, tip.head, own.weight, own.head):
-            raise BadPacket("a state of a chain with fewer steps than this one")
         if 0 < tip.k <= own.k + len(tip.recent) and own.k and not set(tip.recent) & set(own.recent):
             raise BadPacket("a state of a chain that shares no entry with this one")
         return state
 
-    def load_state(self, state: State) -> None:
-        """Take another chain's state. Own progress is carried over, but for a packet whose fate is unknown."""
-        came_from = self.state.anchor if self._round is None else self._round.theta_begin
-        progress = flat_weights(self.inner.model).sub_(came_from)
-        self.state, self._round = state, None
-        self.digest, self._anchored_at = state.digest, self.exchange.now()
-        load_flat(self.inner.model, self.law.layout, progress.add_(state.anchor))
-        self.store.restart_from(state)
+    def _rebase(self, base: State, way: Way) -> None:
+        """Leave the own branch for `base`: what it held of this peer, and what nobody has yet, is the next to be said.
+
+        Work and steps beyond 4H are scaled down. The entries that follow are then replayed as those of strangers.
+        """
+        round_, k, max_h = self._round, self.state.tip.k, self.law.max_h
+        packets, out, begun_from = self.store.own_packets(), 0, self.state.anchor
+        if round_ is not None and way.is_own:
+            packets[round_.packet.digest], out = round_.packet.payload, round_.packet.inner_steps
+        elif round_ is not None:  # an entry before their state may hold the packet that is out: it isn't said again
+            begun_from = round_.theta_begin
+        work, counted = carried_work(self.law, self.exchange.peer_id, way, packets)
+        work += begun_from - flat_weights(self.inner.model)
+        steps = max(0, counted + self.steps + out)
+        work *= min(1.0, max_h / steps) if steps else 1.0
+        self.state, self._round, self.steps = base, None, min(steps, max_h)
+        self.digest, self._anchored_at = base.digest, self.exchange.now()
+        load_flat(self.inner.model, self.law.layout, base.anchor - work)
+        if way.is_own:
+            self.store.cut(base.tip, base.tip.k)
+        else:
+            self.store.restart_from(base)
+        self.record({"event": "rebased", "from": k, "fork": base.tip.k, "carried_steps": self.steps})
 
     def weights(self) -> dict[str, Tensor]:
         """What all peers agree on, by name: the model to take out of the run."""
         return {name: self.state.anchor[place].view(shape) for name, shape, place in self.law.layout.tensor_slices()}
-
-
-def _reaches(tip: Tip, entries: list[Checked], head: bytes) -> bool:
-    return head in tip.recent or any(checked.head == head for checked in entries)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -286,8 +286,9 @@ def test_a_number_in_the_place_of_bytes_allocates_nothing(case: tuple[Law, Tip, 
     entry = case[2].entry
     rows = [(r.body, r.signature) for r in entry.records]
     for bad in ((2**40, entry.start.signature, rows, entry.data, ()), (entry.start.body, b"", rows, [2**40], ()),
-                (entry.start.body, b"", [(2**40, 2**40)], entry.data, ()), (entry.start.body, b"", rows, entry.data, [(0, 2**40)]),
-                (entry.start.body, b"", rows, entry.data, [(b"", b"")]), (entry.start.body, b"", rows, entry.data, 2**40)):
+                (entry.start.body, b"", [(2**40, 2**40)], entry.data, ()),
+                (entry.start.body, b"", rows, entry.data, [(0, 2**40)]), (entry.start.body, b"", rows, entry.data, [(b"", b"")]),
+                (entry.start.body, b"", rows, entry.data, 2**40)):
         with pytest.raises(BadPacket):
             Entry.unpack(msgpack.packb(bad), 10**6)
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"held", "opinion", "reduce"},
     {"allreduce"},
     {"member"},
-    {"exchange"},
+    {"exchange", "healing"},
     {"trainer", "swarm"},
     {"simulate", "hive"},
     {"peer"},

@@ -25,7 +25,6 @@ from typing import Any
 
 import pytest
 from kit import Driver, Swarm, assert_agree, established, law
-
 from torch import Tensor
 
 from p2p_muloco.exchange import Fault, LocalNetwork

@@ -409,8 +409,8 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
         Poll(head, n, rng.randint(0, 2)), TipMessage(n, (rng.choice(heads), head), n * 20, rng.randint(0, 2), peer),
         TipMessage(n, (head,), n, GATHERING, b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
-        Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), RecordMessage(group, rng.randbytes(50), rng.randbytes(64)),
-        Confirm(group, rng.randbytes(32), rng.randbytes(64)), Fetch(group, n),
+        Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), Fetch(group, n),
+        RecordMessage(group, rng.randbytes(50), rng.randbytes(64)), Confirm(group, rng.randbytes(32), rng.randbytes(64)),
         Reassign(group, rng.randbytes(50), rng.randbytes(64)), Abandon(group),
     ])
 

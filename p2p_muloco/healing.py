@@ -1,0 +1,146 @@
+"""How a peer gets to where others are: along its own chain, across a fork, or from a state of theirs. Pure, and disk.
+
+The heavier chain wins. Who leaves the lighter one takes its own state at the fork, replays the others' entries, and
+carries what it had said on the branch that it leaves: the decoded parts of its packets that were counted there and not on
+the new one, with what no entry holds yet, as its next pseudo-gradient (at most 4H steps of it). So with beta = 1 no work
+is lost by a fork, and none is counted twice though both branches may hold one packet.
+
+Cost of a fork of j entries: j entries to fetch, and a replay from the pinned state before it; nobody else waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
+from p2p_muloco.errors import BadPacket, StateUnavailable
+from p2p_muloco.outer import eta_mu, outer_step
+from p2p_muloco.snapshot import Fetch, State, Store, fetch_entry, fetch_tip
+
+__all__ = ["Way", "apply_entry", "carried_work", "decoded_parts", "find_way"]
+
+LoadState = Callable[[], State]
+"""A verified state that the donor pinned; raises StateUnavailable or BadPacket."""
+
+
+@dataclass
+class Way:
+    """To stand where a donor stands: take `base` (None: the own state), then `entries`; `mine` is the branch left behind."""
+
+    base: State | None
+    entries: list[Checked]
+    mine: list[Checked]
+    is_own: bool = False  # `base` is an own earlier state: where the branches part
+
+
+def apply_entry(law: Law, state: State, checked: Checked) -> None:
+    """The outer step of the entry after this state, in place: live, replayed or across a fork, it is this one."""
+    assert checked.start.start.head == state.tip.head, "an entry is applied to the state it was made for"
+    d, h = merged_update(law, checked), [hello.h for hello in checked.counted]
+    eta, mu = eta_mu(law.config.outer, law.config.inner.optimizer, h, state.tip.k)
+    outer_step(state.anchor, state.momentum, d, eta, mu)
+    state.tip = advance(law, state.tip, checked)
+
+
+def find_way(law: Law, own: Tip, store: Store, fetch: Fetch, donor: bytes, head: bytes, load_state: LoadState) -> Way:
+    """The way from `own` to a donor's chain that holds `head`, all of it verified and nothing changed yet.
+
+    Raise StateUnavailable if the donor can't show one, BadPacket if what it shows is false or of a lighter chain.
+    """
+    entries = _entries_after(law, fetch, donor, own)
+    if _reaches(own, entries, head):
+        return Way(None, entries, [])
+    fork = _state_at_fork(law, store, own, fetch_tip(fetch, donor))
+    if fork is not None:
+        entries = _entries_after(law, fetch, donor, fork.tip)
+        if _reaches(fork.tip, entries, head):
+            _require_heavier(entries[-1].head, _tip_after(law, fork.tip, entries), own)
+            return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
+    base = load_state()
+    _require_heavier(base.tip.head, base.tip, own)
+    entries = _entries_after(law, fetch, donor, base.tip)
+    if not _reaches(base.tip, entries, head):
+        raise StateUnavailable("that peer could not show the entry it is said to hold")
+    return Way(base, entries, _own_branch(law, store, base.tip, own))
+
+
+def _entries_after(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> list[Checked]:
+    """The donor's entries that hold on `tip`, verified and not yet applied."""
+    entries: list[Checked] = []
+    with contextlib.suppress(BadPacket):  # of another chain: what came before it is good
+        while (checked := fetch_entry(law, fetch, donor, tip)) is not None:
+            entries.append(checked)
+            tip = advance(law, tip, checked)
+    return entries
+
+
+def _reaches(tip: Tip, entries: Sequence[Checked], head: bytes) -> bool:
+    return head in tip.recent or any(checked.head == head for checked in entries)
+
+
+def _tip_after(law: Law, tip: Tip, entries: Sequence[Checked]) -> Tip:
+    for checked in entries:
+        tip = advance(law, tip, checked)
+    return tip
+
+
+def _require_heavier(head: bytes, tip: Tip, own: Tip) -> None:
+    if not heavier(tip.weight, head, own.weight, own.head):
+        raise BadPacket("a chain with fewer steps than this one")
+
+
+def _state_at_fork(law: Law, store: Store, own: Tip, theirs: Tip) -> State | None:
+    """The own state where the two chains part, from the own pinned states and log; None if it is older than those."""
+    heads = {own.k - i: head for i, head in enumerate(reversed(own.recent))}
+    shared = [k for i, head in enumerate(reversed(theirs.recent)) if heads.get(k := theirs.k - i) == head]
+    return _state_at(law, store, max(shared)) if shared else None
+
+
+def _state_at(law: Law, store: Store, k: int) -> State | None:
+    """The own state after entry k: the pinned one before it and a replay; None if it is older than those."""
+    for pinned in reversed([p for p in store.pinned() if p <= k]):
+        state = store.state(law, pinned)
+        if state is not None:
+            for checked in store.replayable(law, state.tip, k):
+                apply_entry(law, state, checked)
+            if state.tip.k == k:
+                return state
+    return None
+
+
+def _own_branch(law: Law, store: Store, theirs: Tip, own: Tip) -> list[Checked]:
+    """The own entries since the oldest pinned state, but for those that are theirs too."""
+    state = next((s for k in store.pinned() if (s := store.state(law, k)) is not None), None)
+    entries = list(store.replayable(law, state.tip, own.k)) if state is not None else []
+    return [checked for checked in entries if checked.head not in theirs.recent]
+
+
+def decoded_parts(law: Law, payload: bytes, checked: Checked, peer: bytes) -> Tensor:
+    """What an entry holds of a peer's packet: (elements,) fp32, zero in parts that were not counted."""
+    said = torch.zeros(law.layout.n_elements)
+    for span, n in checked.counted_parts(peer):
+        for index in range(span.first, span.first + n):
+            part = law.layout.parts[index]
+            said[part.start : part.stop] = law.layout.decode_up(index, law.layout.up_slice(payload, index, index + 1))
+    return said
+
+
+def carried_work(law: Law, me: bytes, way: Way, payloads: Mapping[bytes, bytes]) -> tuple[Tensor, int]:
+    """What the branch left behind holds of this peer's packets and the new one doesn't, and in how many inner steps.
+
+    `payloads`: own packets by digest, the one that is out included. Returns ((elements,) fp32, steps); steps may be
+    negative where the new branch counted a packet that was still out.
+    """
+    work, steps = torch.zeros(law.layout.n_elements), 0
+    for branch, sign in ((way.mine, 1), (way.entries, -1)):
+        for checked in branch:
+            for hello in checked.counted:
+                if hello.peer == me and (payload := payloads.get(hello.digest)) is not None:
+                    work += sign * decoded_parts(law, payload, checked, me)
+                    steps += sign * hello.h
+    return work, steps
