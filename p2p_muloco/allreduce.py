@@ -67,8 +67,8 @@ from p2p_muloco.wire import Record
 
 __all__ = ["SILENCE_S", "Attempt", "Lost"]
 
-ASK_S = 1.0  # between two questions to a member from which nothing comes
-SILENCE_S = 5.0  # a member from which nothing comes for so long is lost
+ASK_S = 1.0  # between two questions to a member from which nothing comes; 1 % of a long exchange's deadline
+SILENCE_S = 5.0  # a member from which nothing comes for so long is lost; 5 % of a long exchange's deadline
 GRACE_S = 1.0  # and a tenth of the time so far: for those that confirm after more than half have
 SHOWN = 8  # times that records are shown to one member that confirms other roots
 LENGTHENED = 3  # an attempt whose reducers are lost lasts at most so many times what START says
@@ -93,6 +93,7 @@ class Attempt:
         self.others = [peer for peer in start.members if peer != self.me]
         s = start.start
         self.scatter_s, self.gather_s, self.confirm_s = s.scatter_ms / 1e3, s.gather_ms / 1e3, s.confirm_ms / 1e3
+        self._ask_s = max(ASK_S, self.gather_s / 100)
         self.confirm_at, self.ends_at = now + self.confirm_s, now + LENGTHENED * self.confirm_s
         self.outbox: list[tuple[bytes, Record]] = []
         self.result: Checked | Lost | None = None
@@ -187,7 +188,7 @@ class Attempt:
             if now >= self._scatter_at[index]:
                 for member in reducer.missing():
                     reducer.close(member, TOO_LATE)
-        if now >= self._asked_at + ASK_S:
+        if now >= self._asked_at + self._ask_s:
             self._ask_silent(now)
         for held in self.held:
             if held.whole is None and now >= self._due_at[held.span.index] and self.result is None:
@@ -218,7 +219,7 @@ class Attempt:
     def wake_at(self) -> float | None:
         if self.result is not None:
             return None
-        times = [self.confirm_at, self.ends_at, self._asked_at + ASK_S]
+        times = [self.confirm_at, self.ends_at, self._asked_at + self._ask_s]
         times += [self._scatter_at[index] for index, reducer in self.reducers.items() if reducer.missing()]
         times += [self._due_at[held.span.index] for held in self.held if held.whole is None]
         if self._half_at is not None:
@@ -339,9 +340,9 @@ class Attempt:
     def _ask_silent(self, now: float) -> None:
         self._asked_at = now
         for peer in self._present():
-            if now >= self._heard_at[peer] + SILENCE_S:
+            if now >= self._heard_at[peer] + self._ask_s * SILENCE_S / ASK_S:
                 self._lose(peer, VANISHED, now)
-            elif now >= self._heard_at[peer] + ASK_S:
+            elif now >= self._heard_at[peer] + self._ask_s:
                 self._ask([peer])
 
     def _ask(self, peers: Iterable[bytes]) -> None:
