@@ -17,7 +17,7 @@ LAYERS = [
     {"packet"},
     {"chain"},
     {"messages", "reports", "snapshot"},
-    {"reduce"},
+    {"reduce", "checkpoint"},
     {"allreduce"},
     {"member"},
     {"exchange"},
