@@ -128,7 +128,7 @@ class Attempt:
         self._spoke.add(sender)
         if self.result is not None:
             if isinstance(self.result, Checked) and isinstance(message, Fetch) and message.span < len(self.held):
-                self._send_span(sender, self.held[message.span])  # a straggler may still finish by itself
+                self._on_fetch(sender, self.held[message.span])  # a straggler may still finish by itself
             return
         try:
             match message:
@@ -313,7 +313,9 @@ class Attempt:
 
     def _on_fetch(self, sender: bytes, held: HeldSpan) -> None:
         if held.whole is not None:
-            self._send_span(sender, held)
+            if held.fetched.get(sender) != held.whole.turn:  # once a version: 40 bytes must not fetch megabytes for ever
+                held.fetched[sender] = held.whole.turn
+                self._send_span(sender, held)
         else:
             held.wanted_by.add(sender)
 

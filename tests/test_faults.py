@@ -154,7 +154,7 @@ def test_who_holds_what_the_lost_reducer_made_passes_it_on() -> None:
         lucky = next(m.me for m in driver.swarm.members if m.me != reducer)
         send = driver.network._send
         hidden = (Averaged.KIND, RecordMessage.KIND)
-        driver.network._send = lambda sender, to, frame, reducer=reducer, lucky=lucky, send=send: (  # type: ignore[method-assign,misc]
+        driver.network._send = lambda sender, to, frame, reducer=reducer, lucky=lucky, send=send, hidden=hidden: (  # type: ignore[method-assign,misc]
             None if sender == reducer and to != lucky and frame[4] in hidden else send(sender, to, frame))
         holder = next(m for m in driver.swarm.members if m.me == lucky)
         assert driver.network.run(lambda holder=holder: holder.attempt.held[0].whole is not None)  # type: ignore[union-attr,misc]

@@ -17,7 +17,7 @@ LAYERS = [
     {"packet"},
     {"chain"},
     {"bounds", "messages", "reports", "snapshot"},
-    {"held", "opinion", "reduce"},
+    {"checkpoint", "held", "opinion", "reduce"},
     {"allreduce"},
     {"member"},
     {"exchange", "healing"},
