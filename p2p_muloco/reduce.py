@@ -10,6 +10,7 @@ is no one else's. Of four or more, the record says who pulls against the sum of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -124,8 +125,6 @@ class SpanReducer:
     def _mean(self, part: int) -> Tensor:
         """tau sum(q_i) / sum(h_i) over the members counted in this part (design, 4), or their trimmed mean."""
         size, outer = self.law.layout.parts[part].size, self.law.config.outer
-        # rows of tokens that one member's text lacks are short for good reason (honest ones: 8 % would be touched)
-        clips = self.law.layout.names[self.law.layout.parts[part].tensor] not in EMBEDDINGS
         decoded = [self._decode(member, part) for member in range(len(self.start.hellos))]
         values = [v for v in decoded if v is not None]
         hs = [hello.h for hello, v in zip(self.start.hellos, decoded, strict=True) if v is not None]
@@ -134,10 +133,16 @@ class SpanReducer:
         total = torch.zeros(size)
         if outer.aggregate == "trimmed" and len(values) >= 3:
             return trimmed_mean(torch.stack(values))
-        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if clips else []
-        for v, factor in zip(values, clip_factors(norms, hs) or [1.0] * len(values), strict=True):
+        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if self._clips(part) else []
+        for v, factor in zip(values, clip_factors(norms, hs) if norms else [1.0] * len(values), strict=True):
             total.add_(v * factor if factor < 1 else v)
         return total.mul_(counted_weight(hs, self.law.config.run.inner_steps)) if hs else total
+
+    def _clips(self, part: int) -> bool:
+        """Not of a few rows of an embedding: members whose text lacks those tokens are short there for good reason."""
+        layout = self.law.layout
+        tensor = layout.parts[part].tensor
+        return layout.names[tensor] not in EMBEDDINGS or 2 * layout.parts[part].size > math.prod(layout.shapes[tensor])
 
     def _decode(self, member: int, part: int) -> Tensor | None:
         data = self._waiting[member].pop(part, None)

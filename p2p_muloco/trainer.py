@@ -13,6 +13,7 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -275,7 +276,7 @@ class Trainer:
                 return self._roll_back("the weights are not finite")
             pace_mhz = min(10**9, max(1, round(1000 / max(self.pace_s, 1e-6))))
             h = min(self.steps, self.law.max_h)
-            limits = step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
+            limits = self._limits()
             payload = self.law.layout.encode(clip_to_limits(self.law.layout, x, limits, h))
             packet = Packet(payload, h, pace_mhz, self.digest, tuple(limits.tolist()))
             self._round = _Round(packet, theta, self.exchange.now())
@@ -284,6 +285,9 @@ class Trainer:
             self._save_if_due()  # before others see it: one packet for a (peer, entry)
         self._round.retry_at = None
         self.exchange.begin(self._round.packet)
+
+    def _limits(self) -> Tensor:
+        return step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
 
     def _pseudo_gradient(self, theta: Tensor) -> Tensor:
         """x = (anchor - theta) + beta e."""
@@ -533,8 +537,10 @@ class Trainer:
         self.steps, self.total_steps, self.rounds = numbers.steps, numbers.total_steps, numbers.rounds
         self.pace_s, self.last_heldout = numbers.pace_s, numbers.last_heldout
         self._crashed = not saved.last_word
-        pending = saved.pending
-        self._round = None if pending is None else _Round(pending.packet, pending.theta_begin, now, retry_at=now)
+        self._round = None
+        if saved.pending is not None:
+            packet = dataclasses.replace(saved.pending.packet, limits=tuple(self._limits().tolist()))
+            self._round = _Round(packet, saved.pending.theta_begin, now, retry_at=now)
 
     def save(self) -> None:
         if self._checkpoints is not None:
