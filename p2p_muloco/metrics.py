@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "RecordSink", "read_json_lines"]
+__all__ = ["JsonLines", "JsonTail", "RecordSink", "read_json_lines"]
 
 RecordSink = Callable[[dict[str, Any]], None]
 
@@ -37,3 +38,24 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             return
+
+
+class JsonTail:
+    """The records of a file that grows: each `update` reads what has come since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self._at = 0
+
+    def update(self) -> None:
+        """Take in whole lines; one that a crash has torn is left out."""
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self._at)
+            lines = file.read().split(b"\n")
+        for line in lines[:-1]:
+            self._at += len(line) + 1
+            with contextlib.suppress(json.JSONDecodeError):
+                self.records.append(json.loads(line))
