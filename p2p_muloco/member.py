@@ -51,6 +51,7 @@ LEASE_S = 2.0  # who stood still for less still answers in time: at most a secon
 SUSPICION_S = 10.0  # a peer that was gone or silent is not followed for this long, unless it speaks
 DISTRUST_S = 60.0
 BLAME_S = 60.0  # a peer whose span was lost reduces nothing for this long
+TRIES_BEFORE_SHUNNED = 3  # lost at one head, before such a peer is not followed either
 FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
 MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
@@ -282,10 +283,14 @@ class Member:
     def _is_blamed(self, peer: bytes, now: float) -> bool:
         return self._blamed.get(peer, now) > now
 
+    def _shunned(self, peer: bytes, now: float) -> bool:
+        """It broke attempt after attempt at this head, and as long as it leads it reduces in the next one too."""
+        return self._tries >= TRIES_BEFORE_SHUNNED and self._is_blamed(peer, now)
+
     def _may_lead(self, peer: bytes, now: float) -> bool:
         g = self._gathering
         past = g is not None and peer in g.lost | g.passed
-        return peer == self.me or not (past or self._suspected(peer, now) or peer in self._stalling)
+        return peer == self.me or not (past or self._suspected(peer, now) or peer in self._stalling or self._shunned(peer, now))
 
     def _first_leader(self, now: float) -> bytes:
         order = leader_order(self.tip.head, list(self._pool(now)))
@@ -303,7 +308,7 @@ class Member:
     def _follow(self, leader: bytes, now: float) -> None:
         g = self._gathering
         assert g is not None
-        if leader != g.leader and leader not in self._stalling:
+        if leader != g.leader and leader not in self._stalling and not self._shunned(leader, now):
             g.leader, g.turn_at = leader, now
             self._ask_again(now)
             self._lead_on(now)
