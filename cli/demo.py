@@ -49,7 +49,7 @@ def demo_config(peers: int, rounds: int) -> RunConfig:
 @click.option("--peers", type=click.IntRange(1, 16), default=None, help="[default: 4; 6 with --chaos]")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=12, show_default=True, help="Not of --chaos: time ends it.")
 @click.option("--chaos", "seed", type=click.IntRange(0), default=None, metavar="SEED",
-              help="Disturb a swarm instead, as this number decides: kill -9, SIGSTOP, late and poisoning peers; judge how it did.")
+              help="Disturb a swarm instead, as this number decides: kill -9, SIGSTOP, late and poisoning peers; then judge.")
 @click.option("--minutes", type=click.FloatRange(0.1, 24 * 60.0), default=3.0, show_default=True, help="Of --chaos.")
 @click.option("--rate", type=click.FloatRange(0.0, 60.0), default=4.0, show_default=True,
               help="Faults a minute of --chaos; with 0 it watches memory, files and threads instead.")

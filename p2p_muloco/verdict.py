@@ -35,7 +35,7 @@ class Observed:
     """A whole run. Poisoners are nowhere in here: what they lose is no loss and what they write is no evidence."""
 
     began: float  # unix seconds: every peer had been counted
-    ended: float  # the first one was told to leave
+    ended: float  # everybody was told to leave
     deeds: Sequence[Deed]
     histories: Mapping[str, History]
     executed: Mapping[str, int]  # inner steps of each peer, lost ones included
@@ -102,39 +102,39 @@ def pauses(observed: Observed) -> list[float]:
     return [b - a for a, b in itertools.pairwise([observed.began, *inside, observed.ended])]
 
 
-def judge(observed: Observed) -> dict[str, Any]:
+def judge(o: Observed) -> dict[str, Any]:
     """The figures of a run, and under "broken_promises" a line for each promise that it broke."""
-    o, deeds = observed, observed.deeds
-    starts = [(deed, was) for was, deed in _in_pairs(deeds) if deed.what == "start"]
-    commits = [(d, commit_after(o.histories, d.peer, d.at)) for d in deeds if d.what == "kill"]
-    rejoins = [(d, counted_after(o.histories[d.peer], d.at)) for d, was in starts if was.what == "kill"]
-    executed, losses = sum(o.executed.values()), _heldout_losses(o.histories)
-    gaps, two_states = pauses(o), heads_with_two_states(o.histories)
-    commit_s = [round(s, 2) for _, s in commits if s is not None]
-    rejoin_s = [round(s, 2) for _, s in rejoins if s is not None]
-    commit, rejoin = _median(commit_s), _median(rejoin_s)
-    efficiency = committed_steps(o.histories) / executed if executed else 0.0
-    hangs = [gap for gap in gaps if gap > HANG_S]
-    promises = {
-        f"no pause over {HANG_S:.0f} s; there were {len(hangs)}, up to {max(gaps):.0f} s": not hangs,
-        f"one state under every head; {len(two_states)} heads have several": not two_states,
-        f"no process stays behind; these did: {', '.join(o.left)}": not o.left,
-        f"{LEAST_EFFICIENCY} of all inner steps are committed; {efficiency:.3f} were": efficiency >= LEAST_EFFICIENCY,
-        f"a commit within {COMMIT_S:.0f} s of a kill (median); it took {commit:.1f} s": commit <= COMMIT_S,
-        f"killed peers are back within {REJOIN_S:.0f} s (median); it took {rejoin:.1f} s": rejoin <= REJOIN_S,
-        "held-out loss falls; it was " + " and then ".join(f"{x:.3f}" for x in losses): losses[-1] < losses[0],
-    }
-    absent = [peer for peer in sorted(o.staying) if counted_after(o.histories[peer], o.ended - ABSENT_S) is None]
-    broken = [text for text, kept in promises.items() if not kept]
-    broken += [f"{peer} takes part at the end; it was counted in nothing for {ABSENT_S:.0f} s" for peer in absent]
-    broken += [f"something is committed after {d.peer} was killed; nothing was" for d, s in commits if s is None]
-    return {
+    commits = [(d, commit_after(o.histories, d.peer, d.at)) for d in o.deeds if d.what == "kill"]
+    starts = [now for before, now in _in_pairs(o.deeds) if (before.what, now.what) == ("kill", "start")]
+    losses, gaps, executed = _heldout_losses(o.histories), pauses(o), sum(o.executed.values())
+    figures = {
         "rounds": max(winning_chain(o.histories), default=0), "seconds": round(o.ended - o.began, 1),
-        "commit_after_kill_s": commit_s, "rejoin_s": rejoin_s, "step_efficiency": round(efficiency, 4),
-        "inner_steps": executed, "silent_differences": len(two_states), "hangs": len(hangs),
-        "longest_pause_s": round(max(gaps), 2), "processes_left": len(o.left), "heldout_loss_start": losses[0], "heldout_loss_end": losses[-1],
-        "broken_promises": [*broken, *o.troubles],
+        "commit_after_kill_s": [round(s, 2) for _, s in commits if s is not None],
+        "rejoin_s": [round(s, 2) for d in starts if (s := counted_after(o.histories[d.peer], d.at)) is not None],
+        "step_efficiency": round(committed_steps(o.histories) / max(1, executed), 4), "inner_steps": executed,
+        "silent_differences": len(heads_with_two_states(o.histories)),
+        "hangs": sum(gap > HANG_S for gap in gaps), "longest_pause_s": round(max(gaps), 2),
+        "processes_left": len(o.left), "heldout_loss_start": losses[0], "heldout_loss_end": losses[-1],
     }
+    dead = [f"nothing was committed after the kill of {deed.peer}" for deed, seconds in commits if seconds is None]
+    absent = [f"{peer} was counted in nothing in the last {ABSENT_S:.0f} s" for peer in sorted(o.staying)
+              if counted_after(o.histories[peer], o.ended - ABSENT_S) is None]
+    return {**figures, "broken_promises": [*_broken(figures), *dead, *absent, *o.troubles]}
+
+
+def _broken(f: Mapping[str, Any]) -> list[str]:
+    commit_s, rejoin_s = (statistics.median(f[key] or [0.0]) for key in ("commit_after_kill_s", "rejoin_s"))
+    promises = {
+        f"no round for over {HANG_S:.0f} s, {f['hangs']} times": f["hangs"] == 0,
+        f"{f['silent_differences']} heads stand for more than one state": f["silent_differences"] == 0,
+        f"{f['processes_left']} processes stayed behind": f["processes_left"] == 0,
+        f"step efficiency {f['step_efficiency']}, under {LEAST_EFFICIENCY}": f["step_efficiency"] >= LEAST_EFFICIENCY,
+        f"the next commit took {commit_s:.1f} s after a kill (median), over {COMMIT_S:.0f} s": commit_s <= COMMIT_S,
+        f"killed peers were back after {rejoin_s:.1f} s (median), over {REJOIN_S:.0f} s": rejoin_s <= REJOIN_S,
+        f"held-out loss went from {f['heldout_loss_start']} to {f['heldout_loss_end']}":
+            f["heldout_loss_end"] < f["heldout_loss_start"],
+    }
+    return [broken for broken, kept in promises.items() if not kept]
 
 
 def _in_pairs(deeds: Sequence[Deed]) -> list[tuple[Deed, Deed]]:
@@ -151,6 +151,3 @@ def _heldout_losses(histories: Mapping[str, History]) -> list[float]:
                 if r["heldout_loss"] is not None}
     return [by_round[number] for number in sorted(by_round)] or [math.nan]
 
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
