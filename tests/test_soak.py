@@ -20,13 +20,14 @@ from p2p_muloco.trainer import Trainer
 
 ROUNDS, PEERS, STEPS = 200, 4, 1
 FLAT = 1.03  # last quarter against the second
+SLACK = {"items held": PEERS * PEERS}  # few things: it depends on where in a round they are counted
 
 
 def law() -> Law:
     model, inner = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, seq_len=16), InnerConfig(batch_size=2)
     run = RunSection(inner_steps=STEPS, min_peers=PEERS, token_budget=PEERS * ROUNDS * STEPS * 2 * 16, clock="steps",
                      overlap="off", snapshot_every=10, window_s=5.0)
-    return Law.of(RunConfig(run=run, model=model, inner=inner, codec=CodecConfig(part_elements=1024)))
+    return Law.of(RunConfig(run=run, model=model, inner=inner, codec=CodecConfig(up="absmax4")))
 
 
 def held(*things: object) -> int:
@@ -59,12 +60,12 @@ def test_two_hundred_rounds_leave_no_trace(tmp_path: Path) -> None:
 
     run_swarm(network, trainers, step_s=[0.05] * PEERS, on_step=on_step)
     assert len({trainer.state.digest for trainer in trainers}) == 1 and trainers[0].state.tip.k >= ROUNDS
-    assert len(failed) > 10, "lost attempts leave nothing either"
+    assert len(failed) > 5, "lost attempts leave nothing either"
     quarter = len(rows) // 4
     for what in rows[0]:
         second = statistics.mean(row[what] for row in rows[quarter : 2 * quarter])
         last = statistics.mean(row[what] for row in rows[-quarter:])
-        assert last <= FLAT * second, f"{what} grew from {second:.0f} to {last:.0f}"
+        assert last <= FLAT * second + SLACK.get(what, 0), f"{what} grew from {second:.0f} to {last:.0f}"
 
 
 def _held_by(trainer: Trainer) -> int:
