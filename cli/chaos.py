@@ -22,7 +22,7 @@ from p2p_muloco.chaos import Fault, max_out, plan
 from p2p_muloco.config import InnerConfig, ModelConfig, RunConfig, RunSection
 from p2p_muloco.errors import ConfigError, MulocoError
 from p2p_muloco.metrics import JsonTail
-from p2p_muloco.verdict import Deed, Observed, commit_after, counted_after, executed_steps, judge, rounds
+from p2p_muloco.verdict import Deed, Observed, commit_after, counted_after, executed_steps, growth, judge, rounds
 
 START_S = 120.0  # for all peers to be counted once, on a busy machine
 TICK_S = 0.25
@@ -56,6 +56,8 @@ def run(out: Path, seed: int, seconds: float, rate: float, peers: int, json_path
         swarm.say("Ctrl-C to everybody")
     result = {"seed": seed, "peers": peers, "faults": _by_kind(faults), **judge(swarm.observed(watch.left())),
               "resources": watch.samples}
+    if not faults:
+        result["broken_promises"] += growth({key: rows for key, rows in watch.samples.items() if len(rows) >= 4})
     if json_path:
         json_path.write_text(json.dumps(result) + "\n")
     _print_report(screen, result)

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Deed", "Observed", "commit_after", "counted_after", "executed_steps", "judge"]
+__all__ = ["Deed", "Observed", "commit_after", "counted_after", "executed_steps", "growth", "judge"]
 
 HANG_S = 30.0
 LEAST_EFFICIENCY = 0.95
 COMMIT_S, REJOIN_S = 5.0, 20.0  # medians
+FLAT = 1.03  # what a process uses in the last quarter of a calm run, against the second
+USES = ("resident bytes", "open files", "threads")
+SLACK = (4 * 2**20, 2, 2)  # of each: what one more buffer, stream or question in flight is
 ABSENT_S = 30.0  # who was counted in nothing for so long at the end is not in the swarm
 
 History = Sequence[dict[str, Any]]  # one peer's records, oldest first
@@ -135,6 +138,19 @@ def _broken(f: Mapping[str, Any]) -> list[str]:
             f["heldout_loss_end"] < f["heldout_loss_start"],
     }
     return [broken for broken, kept in promises.items() if not kept]
+
+
+def growth(samples: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+    """A line for each use that grew; `samples` has for each process rows of (seconds, *USES), evenly spaced."""
+    grown = []
+    for process, rows in samples.items():
+        quarter = len(rows) // 4
+        for column, (use, slack) in enumerate(zip(USES, SLACK, strict=True), start=1):
+            second = statistics.mean(row[column] for row in rows[quarter : 2 * quarter])
+            last = statistics.mean(row[column] for row in rows[-quarter:])
+            if last > FLAT * second + slack:
+                grown.append(f"{process}: {use} grew from {second:.0f} to {last:.0f}")
+    return grown
 
 
 def _in_pairs(deeds: Sequence[Deed]) -> list[tuple[Deed, Deed]]:
