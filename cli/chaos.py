@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import statistics
@@ -82,8 +83,8 @@ class Swarm:
         self.deeds: list[Deed] = []
         self.troubles: list[str] = []
         self.began = self.ended = time.time()
-        self.live = Live(console=screen, refresh_per_second=4, get_renderable=self._table, auto_refresh=screen.is_terminal,
-                         transient=True)
+        live = Live(console=screen, refresh_per_second=4, get_renderable=self._table, transient=True)
+        self.live = live if screen.is_terminal else contextlib.nullcontext()
         self._questions: list[tuple[str, Callable[[], float | None]]] = []  # asked until there is an answer in seconds
         self._said_at = time.monotonic()
 
@@ -218,14 +219,18 @@ class Swarm:
             if peer.doing != "left":
                 last = (rounds(peer.log.records) or [None])[-1]
                 shown = ["-"] * 4 if last is None else [
-                    str(last["round"]), f"{last['heldout_loss']:.3f}", str(last["members"]), last["digest"][:12]]
+                    str(last["round"]), _loss(last["heldout_loss"]), str(last["members"]), last["digest"][:12]]
                 table.add_row(name, *shown, peer.doing or peer.how)
         return table
 
 
 def _describe(record: dict[str, Any]) -> str:
-    return (f"round {record['round']:<4} held-out {record['heldout_loss']:.3f}  group of {record['members']}  "
+    return (f"round {record['round']:<4} held-out {_loss(record['heldout_loss'])}  group of {record['members']}  "
             f"head {record['digest'][:12]}")
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.3f}"
 
 
 def _name(number: int) -> str:
@@ -248,7 +253,7 @@ def _print_report(screen: Console, r: dict[str, Any]) -> None:
         f"agreement      {r['rounds']} rounds, {r['silent_differences']} heads with more than one state\n"
         f"pauses         {r['hangs']} over 30 s; the longest {r['longest_pause_s']:.1f} s\n"
         f"processes      {r['processes_left']} left behind\n"
-        f"held-out loss  {r['heldout_loss_start']:.3f} -> {r['heldout_loss_end']:.3f} nats a byte\n"
+        f"held-out loss  {_loss(r['heldout_loss_start'])} -> {_loss(r['heldout_loss_end'])} nats a byte\n"
         f"promises       {len(r['broken_promises']) or 'none'} broken",
         soft_wrap=True,
     )

@@ -48,7 +48,7 @@ def plan(seed: int, duration_s: float, rate: float, peers: int) -> list[Fault]:
     """
     rng, faults, at_s = random.Random(seed), list[Fault](), 0.0
     new, hows = itertools.count(peers), itertools.cycle(rng.sample(MISBEHAVIOURS, len(MISBEHAVIOURS)))
-    while rate and (at_s := at_s + rng.expovariate(rate / 60.0)) < duration_s - QUIET_S:
+    while rate and (at_s := at_s + rng.expovariate(1.0) * 60.0 / rate) < duration_s - QUIET_S:
         [kind] = rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])
         victim, seconds = rng.randrange(peers), rng.uniform(*KINDS[kind][1:])
         if kind in RECOVERY_S:

@@ -134,10 +134,14 @@ def _broken(f: Mapping[str, Any]) -> list[str]:
         f"step efficiency {f['step_efficiency']}, under {LEAST_EFFICIENCY}": f["step_efficiency"] >= LEAST_EFFICIENCY,
         f"the next commit took {commit_s:.1f} s after a kill (median), over {COMMIT_S:.0f} s": commit_s <= COMMIT_S,
         f"killed peers were back after {rejoin_s:.1f} s (median), over {REJOIN_S:.0f} s": rejoin_s <= REJOIN_S,
-        f"held-out loss went from {f['heldout_loss_start']} to {f['heldout_loss_end']}":
-            f["heldout_loss_end"] < f["heldout_loss_start"],
+        f"held-out loss went from {f['heldout_loss_start']} to {f['heldout_loss_end']}": _fell(f),
     }
     return [broken for broken, kept in promises.items() if not kept]
+
+
+def _fell(f: Mapping[str, Any]) -> bool:
+    start, end = f["heldout_loss_start"], f["heldout_loss_end"]
+    return start is not None and end is not None and end < start
 
 
 def growth(samples: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
@@ -161,9 +165,10 @@ def _in_pairs(deeds: Sequence[Deed]) -> list[tuple[Deed, Deed]]:
     return [pair for of_one in by_peer.values() for pair in itertools.pairwise(of_one)]
 
 
-def _heldout_losses(histories: Mapping[str, History]) -> list[float]:
-    """By round; NaN alone if nobody measured any."""
-    by_round = {r["round"]: r["heldout_loss"] for history in histories.values() for r in rounds(history)
-                if r["heldout_loss"] is not None}
-    return [by_round[number] for number in sorted(by_round)] or [math.nan]
-
+def _heldout_losses(histories: Mapping[str, History]) -> list[float | None]:
+    """By round; None where the model's loss is not finite. Who replays several entries measures the last one only."""
+    measured: dict[int, float | None] = {}
+    for record in itertools.chain.from_iterable(map(rounds, histories.values())):
+        if record["counted"]:
+            measured[record["round"]] = record["heldout_loss"]
+    return [measured[number] for number in sorted(measured)] or [None]

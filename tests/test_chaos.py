@@ -119,6 +119,8 @@ def test_what_records_show_is_judged() -> None:
     assert any("peer-2 was counted in nothing" in line for line in judge(absent)["broken_promises"])
     diverging.histories["peer-0"].append(a_round(39.9, 20, loss=9.0))
     assert any("held-out loss" in line for line in judge(diverging)["broken_promises"])
+    diverging.histories["peer-0"][-1]["heldout_loss"] = None  # not finite
+    assert any("held-out loss" in line for line in judge(diverging)["broken_promises"])
     assert judge(a_run(histories={}, executed={}, staying=frozenset()))["broken_promises"]
 
 
