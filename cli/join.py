@@ -17,6 +17,7 @@ from p2p_muloco.cli.leaving import Leaving
 from p2p_muloco.cli.view import PeerView, in_bytes
 
 from p2p_muloco.addresses import check_address, check_announce, check_listen
+from p2p_muloco.chaos import MISBEHAVIOURS
 from p2p_muloco.config import JoinString, PeerConfig
 from p2p_muloco.errors import ConfigError
 
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile: slow to start, faster after.")
 @click.option("--max-rounds", type=click.IntRange(1), default=None, help="Leave after this many rounds.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a summary to this file.")
+@click.option("--misbehave", type=click.Choice(MISBEHAVIOURS), default=None, hidden=True)
 def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: str, device: str, batch_size: str,
             threads: int | None, data: Path | None, listen: str, announce: tuple[str, ...], upload_mbit: float,
-            compiled: bool, max_rounds: int | None, json_path: Path | None) -> None:
+            compiled: bool, max_rounds: int | None, json_path: Path | None, misbehave: str | None) -> None:
     """Train with others. Everything about the run follows from JOIN_STRING.
 
     Model, text and settings are taken from the run and checked against its hash; what the others have learned so far is
@@ -64,11 +66,12 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
         check_announce(address)
 
     from p2p_muloco.home import locked_home
+    from p2p_muloco.misbehave import member_factory
     from p2p_muloco.peer import Peer, PeerNetwork
 
     logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     network = PeerNetwork(listen=(listen_address,), announce=announce, initial_peers=initial_peers,
-                          upload_mbit=upload_mbit)
+                          upload_mbit=upload_mbit, member=member_factory(misbehave))
     with locked_home(config.home), PeerView() as view, Leaving(view.say, view.close) as leaving:
         peer = Peer(parsed, config, network, view.say)
         leaving.in_order = peer.leave

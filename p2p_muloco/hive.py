@@ -69,6 +69,7 @@ class NetworkOptions:
     initial_peers: tuple[str, ...] = ()
     fallback_peers: tuple[str, ...] = ()  # met in an earlier life; tried if none of the others answers
     announce: tuple[str, ...] = ()
+    member: Callable[..., Any] = Member
 
 
 class HivemindExchange:
@@ -352,7 +353,7 @@ class _Hive:
         offsets = (law.layout.up_offsets, law.layout.down_offsets)
         largest = max(b - a for table in offsets for a, b in itertools.pairwise(table))
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
-        self.member = Member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
+        self.member = self.options.member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
         self._drive(lambda member, now: member.set_roster(self.reports, now))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:

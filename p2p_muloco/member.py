@@ -344,6 +344,8 @@ class Member:
             g.lose(g.leader)
             self.opinion.suspect(g.leader, now)
             self._seek(now)
+        elif answer is not None and answer.phase == TRAINING and self.tip.k and self.me not in self.tip.members:
+            self._ask_again(now)  # a newcomer does not know when the next round is due: they come to it
         elif answer is not None and answer.phase == TRAINING and now > g.since + window_s:
             g.passed.add(g.leader)
             self._seek(now)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "RecordSink", "read_json_lines"]
+__all__ = ["JsonLines", "JsonTail", "RecordSink", "read_json_lines"]
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +59,24 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
+
+
+class JsonTail:
+    """The records of a file that grows: each `update` reads what has come since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        self._at = 0
+
+    def update(self) -> None:
+        """Take in whole lines; one that a crash has torn is left out."""
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self._at)
+            lines = file.read().split(b"\n")
+        for line in lines[:-1]:
+            self._at += len(line) + 1
+            with contextlib.suppress(json.JSONDecodeError):
+                self.records.append(json.loads(line))

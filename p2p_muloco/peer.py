@@ -24,6 +24,7 @@ from p2p_muloco.exchange import Behind
 from p2p_muloco.hive import HivemindExchange, NetworkOptions
 from p2p_muloco.home import StepCount
 from p2p_muloco.identity import Identity, parse_peer_id
+from p2p_muloco.member import Member
 from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
 from p2p_muloco.reports import Report
@@ -48,6 +49,7 @@ class PeerNetwork:
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     upload_mbit: float = 20.0
+    member: Callable[..., Any] = Member  # builds this peer's side of the protocol
 
 
 def choose_device(name: str) -> torch.device:
@@ -94,7 +96,7 @@ class Peer:
         self._say(f"entering the network of run {join.run_id} through {len(addresses)} known address(es)")
         options = NetworkOptions(
             identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
-            initial_peers=addresses, fallback_peers=known, announce=self._network.announce,
+            initial_peers=addresses, fallback_peers=known, announce=self._network.announce, member=self._network.member,
         )
         Identity.load_or_create(options.identity_path)
         self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in (*addresses, *known)]

@@ -263,7 +263,10 @@ class Trainer:
         if self.steps == 0 or self._stopping:
             return False
         tip = self.state.tip
-        share = 1.0 if tip.k == 0 or self.exchange.peer_id in tip.members else EARLY
+        newcomer = tip.k > 0 and self.exchange.peer_id not in tip.members
+        if newcomer and run.clock == "time" and run.overlap == "keep":
+            return True  # how old the entry is that it caught up to, nobody has said: waiting could miss every round
+        share = EARLY if newcomer else 1.0
         if run.clock == "steps" or not tip.period_ms:
             return self.steps >= share * run.inner_steps
         return now >= self._anchored_at + share * tip.period_ms / 1e3 or self.steps >= self.law.max_h

@@ -11,7 +11,7 @@ PACKAGE = Path(p2p_muloco.__file__).parent
 LAYERS = [
     {"errors"},
     {"addresses"},
-    {"config", "identity", "wire", "metrics", "home"},
+    {"config", "identity", "wire", "metrics", "home", "chaos", "verdict"},
     {"muon", "outer", "codec"},
     {"merge", "model", "data"},
     {"packet"},
@@ -20,7 +20,7 @@ LAYERS = [
     {"checkpoint", "held", "opinion", "reduce"},
     {"allreduce"},
     {"member"},
-    {"exchange", "healing"},
+    {"exchange", "healing", "misbehave"},
     {"trainer", "swarm"},
     {"simulate", "hive"},
     {"peer"},
