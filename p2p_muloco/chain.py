@@ -445,13 +445,16 @@ def advance(law: Law, tip: Tip, checked: Checked) -> Tip:
 def _bans(tip: Tip, checked: Checked) -> dict[bytes, tuple[int, int]]:
     """Who is left out after this entry. Two reducers at least, of most spans that others reduced, must accuse a peer."""
     banned = {peer: ban for peer, ban in tip.bans().items() if ban[0] > tip.k + 1}
+    found: dict[bytes, int] = {}
     for at, peer in enumerate(checked.start.members):
         judges = [(checked.reducer(record), record.reasons[at]) for record in checked.records]
         others = [(judge, reason) for judge, reason in judges if judge != peer]
         for why in (BROKE_RULE, AGAINST):
             accusers = [judge for judge, reason in others if reason == why]
             if len(set(accusers)) >= 2 and 2 * len(accusers) > len(others):
-                banned[peer] = (tip.k + 1 + BAN_ENTRIES, why)
+                found[peer] = why
+    if 2 * len(found) < len(checked.start.members):  # else nobody knows who is right
+        banned |= {peer: (tip.k + 1 + BAN_ENTRIES, why) for peer, why in found.items()}
     longest = sorted(banned, key=lambda peer: (-banned[peer][0], peer))[:MAX_BANNED]
     return {peer: banned[peer] for peer in sorted(longest)}
 

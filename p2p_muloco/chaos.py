@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["MISBEHAVIOURS", "Fault", "max_out", "max_poisoners", "plan"]
 
-MISBEHAVIOURS = ("nan", "huge", "length", "stale", "h", "flip", "flip1.8", "flip10", "equivocate", "huge-average")
+MISBEHAVIOURS = ("nan", "huge", "length", "stale", "h", "flip", "flip1.8", "flip10", "equivocate", "huge-average",
+                 "other-head")
 
 # of each kind: how often among all faults, and for how many seconds, until it starts again, wakes up or leaves
 KINDS = {"kill": (4, 3.0, 10.0), "freeze": (3, 5.0, 25.0), "join": (1, 40.0, 80.0), "poison": (2, 40.0, 80.0)}

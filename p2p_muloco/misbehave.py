@@ -89,7 +89,7 @@ class Misbehaving:
         match message:
             case Parts() if self.kind == "length":
                 return dataclasses.replace(message, data=bytes(message.data)[:-1])
-            case Join() if self.kind == "h":
+            case Join() if self.kind in ("h", "other-head"):
                 hello = self._wrong_hello(message.hello)
                 return dataclasses.replace(message, hello=hello.body, signature=hello.signature)
             case StartMessage() if self.kind == "h":
@@ -101,7 +101,8 @@ class Misbehaving:
         return message
 
     def _wrong_hello(self, body: bytes) -> Signed:
-        return Signed.make(dataclasses.replace(Hello.unpack(body), h=TOO_MANY_STEPS), self.identity)
+        wrong: dict[str, Any] = {"h": TOO_MANY_STEPS} if self.kind == "h" else {"head": hashlib.sha256(body).digest()}
+        return Signed.make(dataclasses.replace(Hello.unpack(body), **wrong), self.identity)
 
     def _wrong_start(self, start: Start) -> StartMessage:
         at = self._members.index(self._member.me)

@@ -129,7 +129,8 @@ class SpanReducer:
         values = [v for v in decoded if v is not None]
         hs = [hello.h for hello, v in zip(self.start.hellos, decoded, strict=True) if v is not None]
         if self._cosines is not None:
-            self._cosines.add(torch.stack([torch.zeros(size) if v is None else v for v in decoded]))
+            # as directions: else one that is far longer than all others would turn the others' sum against each of them
+            self._cosines.add(torch.stack([torch.zeros(size) if v is None else _direction(v) for v in decoded]))
         total = torch.zeros(size)
         if outer.aggregate == "trimmed" and len(values) >= 3:
             return trimmed_mean(torch.stack(values))
@@ -172,3 +173,8 @@ class SpanReducer:
         self.ratio_sum += norm_ratio(whole, flat)
         self.ratio_count += 1
         return list(flat.split([len(mean) for mean in means]))
+
+
+def _direction(values: Tensor) -> Tensor:
+    """The part at an rms of 1, so that it weighs as its size; zero stays zero."""
+    return values * (math.sqrt(len(values)) / max(float(torch.linalg.vector_norm(values)), 1e-30))

@@ -26,11 +26,12 @@ IDLE_S = 0.05
 
 
 def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: Corpus, home: Path, *,
-                  record: RecordSink = lambda record: None, max_rounds: int | None = None) -> Trainer:
-    """One worker on a local network, from the run's first weights."""
+                  record: RecordSink = lambda record: None, max_rounds: int | None = None,
+                  member: Callable[..., Member] = Member) -> Trainer:
+    """One worker on a local network, from the run's first weights. `member` builds its side of the protocol."""
     config, state = law.config, genesis_state(law)
     store = Store(home, law.layout, config.to_bytes())
-    exchange = LocalExchange(network, Member(law, identity, state.tip), store)
+    exchange = LocalExchange(network, member(law, identity, state.tip), store)
     model = GPT(config.model)
     stream = Stream(corpus.train, config.run.seed, identity.stream, config.model.seq_len, config.inner.batch_size)
     inner = InnerLoop(law, model, stream)
@@ -38,11 +39,11 @@ def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: C
 
 
 def run_swarm(network: LocalNetwork, trainers: Sequence[Trainer], step_s: Sequence[float],
-              on_step: Callable[[], None] = lambda: None) -> None:
-    """Let all trainers run until each has finished or its peer was killed."""
+              on_step: Callable[[], None] = lambda: None, until: Callable[[], bool] = lambda: False) -> None:
+    """Let all trainers run until each has finished or its peer was killed, or until `until()`."""
     due = [(0.0, i) for i in range(len(trainers))]
     heapq.heapify(due)
-    while due:
+    while due and not until():
         at, i = heapq.heappop(due)
         network.advance_to(at)
         trainer = trainers[i]
