@@ -184,19 +184,14 @@ def test_the_honest_go_on_and_agree_beside_a_peer_that_misbehaves(kind: str) -> 
     assert len({peer.tip.head for peer in honest}) == 1
     assert all(torch.equal(peer.anchor, honest[0].anchor) for peer in honest)
     counted = [any(n for _, n in checked.counted_parts(me)) for checked in honest[0].entries.values()]
-    if kind in ("nan", "huge", "h"):
+    if kind in ("nan", "huge", "h", "equivocate"):
         assert not any(counted)
-    if kind == "stale":  # what it said a round ago is a packet like any other
-        assert all(counted)
-
-
-def test_whoever_is_to_blame_for_a_lost_attempt_leads_no_other() -> None:
-    """A leader that breaks every attempt would come first in the order for ever, since no entry means no new head."""
-    driver = with_one_wrong("length")
-    me = driver.swarm.members[-1].me
-    leaders = [[c.start.start.leader for c in peer.entries.values()] for peer in driver.peers[:-1] if driver.run(12, 60.0)]
-    assert leaders and all(me not in row for row in leaders)
-    assert any(o.reason.endswith("lost with its reducer") for o in driver.peers[0].outcomes if isinstance(o, Failed))
+    if kind == "stale":
+        assert counted[0] and not any(counted[1:])
+    if not kind.startswith("flip"):  # of these small spans no direction is judged
+        assert any(me in member.opinion.named for member in driver.swarm.members[:-1])
+    failures = [sum(isinstance(o, Failed) for o in peer.outcomes) for peer in honest]
+    assert max(failures) <= (3 if kind in ("equivocate", "h") else 1), "a wrong peer ends no attempt after attempt"
 
 
 # -- the command
@@ -206,7 +201,7 @@ def test_whoever_is_to_blame_for_a_lost_attempt_leads_no_other() -> None:
 def test_real_peers_under_faults_are_judged(tmp_path: Path) -> None:
     figures = tmp_path / "chaos.json"
     options = ("--peers", "5", "--minutes", "0.9", "--rate", "15", "--out", str(tmp_path / "out"), "--json", str(figures))
-    result = cli("demo", "--chaos", "58", *options, timeout_s=280)
+    result = cli("demo", "--chaos", "34", *options, timeout_s=280)
     chaos = json.loads(figures.read_text())
     assert {"faults", "commit_after_kill_s", "rejoin_s", "step_efficiency", "silent_differences", "hangs", "processes_left",
             "heldout_loss_end", "broken_promises"} <= chaos.keys()

@@ -22,6 +22,7 @@ from p2p_muloco.chain import Law
 from p2p_muloco.checkpoint import Checkpoint, Checkpoints
 from p2p_muloco.errors import ConfigError
 from p2p_muloco.exchange import Committed, LocalNetwork
+from p2p_muloco.healing import Way
 from p2p_muloco.home import StepCount, locked_home
 from p2p_muloco.identity import Identity
 from p2p_muloco.metrics import JsonLines, read_json_lines
@@ -193,7 +194,7 @@ def test_who_left_in_order_keeps_its_progress_under_another_state(tmp_path: Path
     again, _ = scripted(l, tmp_path)
     again.resume(checkpoints(l, tmp_path))
     state = dataclasses.replace(again.state, anchor=again.state.anchor + 1.0)
-    again.load_state(state)
+    again._rebase(state, Way(state, [], []))
     assert again.steps == 1 and torch.equal(flat_weights(again.inner.model), progress + state.anchor)
 
 
