@@ -111,6 +111,7 @@ class Attempt:
         self._roots: dict[bytes, tuple[bytes, bytes]] = {}  # peer -> root, signature
         self._root: bytes | None = None
         self._half_at: float | None = None
+        self._wake_at: float | None = None
         self._showed: set[tuple[bytes, bytes, bytes]] = set()
         self._order = [s.leader, *(p for p in leader_order(tip.head, start.members) if p != s.leader)]
         for held in self.held:
@@ -219,6 +220,11 @@ class Attempt:
     def wake_at(self) -> float | None:
         if self.result is not None:
             return None
+        if self._wake_at is None:
+            self._wake_at = self._next_deadline()
+        return self._wake_at
+
+    def _next_deadline(self) -> float:
         times = [self.confirm_at, self.ends_at, self._asked_at + self._ask_s]
         times += [self._scatter_at[index] for index, reducer in self.reducers.items() if reducer.missing()]
         times += [self._due_at[held.span.index] for held in self.held if held.whole is None]
@@ -447,6 +453,7 @@ class Attempt:
 
     def _settle(self, now: float) -> None:
         """Whatever has become possible: publish averaged parts, settle spans, confirm, commit."""
+        self._wake_at = None
         if self.result is not None:
             return
         for reducer in list(self.reducers.values()):

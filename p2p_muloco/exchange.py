@@ -111,6 +111,7 @@ class LocalNetwork:
         self.now = 0.0
         self.partitions, self.upload_bytes_per_s = partitions, upload_bytes_per_s
         self._sent_until: dict[bytes, float] = {}
+        self._wakes: dict[bytes, float | None] = {}  # what members said since something happened to them
         self.latency_s, self.faults, self._choose = latency_s, list(faults), choose
         self.members: dict[bytes, Member] = {}
         self.traffic: dict[bytes, Traffic] = {}
@@ -152,7 +153,8 @@ class LocalNetwork:
             self._push(self.now + self.latency_s, member.me, peer, None)
 
     def flush(self, member: Member) -> None:
-        """Put what a member wants to say on the wire."""
+        """Put what a member wants to say on the wire: to be called after whatever is done to it."""
+        self._wakes.pop(member.me, None)
         outbox, member.outbox = member.outbox, []
         for to, record in outbox:
             if member.me in self._dead:
@@ -197,27 +199,33 @@ class LocalNetwork:
     def next_at(self) -> float | None:
         """When something happens next: a message arrives or a member's time has come."""
         times = [event.at for event in self._events[:1]]
-        for member in self.alive():
-            if member.wake_at is not None:
-                times.append(max(member.wake_at, self._frozen.get(member.me, 0.0)))
+        for peer in self.members.keys() - self._dead:
+            if (at := self._wake_at(peer)) is not None:
+                times.append(max(at, self._frozen.get(peer, 0.0)))
         return max(self.now, min(times)) if times else None
 
-    def step(self) -> bool:
-        """Let the next thing happen; False if nothing will."""
-        at = self.next_at()
+    def step(self, at: float | None = None) -> bool:
+        """Let the next thing happen, at `next_at()`; False if nothing will."""
+        at = self.next_at() if at is None else at
         if at is None:
             return False
         self.now = at
-        due = [event for event in self._events if event.at <= at]
-        if due:
-            event = heapq.heappop(self._events) if self._choose is None else self._pick(sorted(due))
-            self._deliver(event)
+        if self._events and self._events[0].at <= at:
+            plain = self._choose is None
+            due = [] if plain else sorted(event for event in self._events if event.at <= at)
+            self._deliver(heapq.heappop(self._events) if plain else self._pick(due))
         else:
             for member in self.alive():
-                if member.wake_at is not None and member.wake_at <= at and self._frozen.get(member.me, 0.0) <= at:
+                wake_at = self._wake_at(member.me)
+                if wake_at is not None and wake_at <= at and self._frozen.get(member.me, 0.0) <= at:
                     member.on_time(at)
                     self.flush(member)
         return True
+
+    def _wake_at(self, peer: bytes) -> float | None:
+        if peer not in self._wakes:
+            self._wakes[peer] = self.members[peer].wake_at
+        return self._wakes[peer]
 
     def _pick(self, due: list[_Event]) -> _Event:
         assert self._choose is not None
@@ -247,17 +255,19 @@ class LocalNetwork:
     def run(self, until: Callable[[], bool], limit_s: float = 3600.0) -> bool:
         """Let things happen until `until()`; False if time or events run out first."""
         end = self.now + limit_s
+        self._wakes.clear()
         while not until():
             at = self.next_at()
             if at is None or at > end:
                 return False
-            self.step()
+            self.step(at)
         return True
 
     def advance_to(self, at: float) -> None:
         """Let everything up to a moment happen."""
+        self._wakes.clear()
         while (next_at := self.next_at()) is not None and next_at <= at:
-            self.step()
+            self.step(next_at)
         self.now = max(self.now, at)
 
 
@@ -281,6 +291,7 @@ class LocalExchange:
 
     def withdraw(self) -> None:
         self.member.withdraw(self.network.now)
+        self.network.flush(self.member)
 
     def poll(self) -> Outcome | None:
         return self.member.outcomes.pop(0) if self.member.outcomes else None
@@ -295,6 +306,7 @@ class LocalExchange:
 
     def distrust(self, peer: bytes) -> None:
         self.member.distrust(peer, self.network.now)
+        self.network.flush(self.member)
 
     def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         store = self.network.stores.get(donor)

@@ -253,7 +253,7 @@ class Member:
 
     @property
     def wake_at(self) -> float | None:
-        times = [self._meet_at] if self._outside() else []
+        times = [self._meet_at] if self.roster.difference(self.tip.members) else []
         if self.attempt is not None or self._gathering is not None:
             times.append(self._awake_at + ANSWER_S / 3)
         if self.attempt is not None and self.attempt.wake_at is not None:
@@ -522,6 +522,9 @@ class Member:
         try:
             start = check_start(self.law, self.tip, signed)
         except BadPacket:
+            if self._gathering is not None and self._gathering.leader == sender:
+                self.opinion.failed(sender)
+                self.opinion.name(sender, BROKE_RULE, self.tip.k + 1)
             self._say_tip(sender)
             return
         if start.group in self._groups or self.me not in start.members:
