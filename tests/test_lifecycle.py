@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,7 +80,11 @@ def test_peers_leave_return_and_sleep_and_nothing_is_lost(tmp_path: Path) -> Non
         s.until("it takes part again", lambda: any(r["counted"] and r["round"] > missed for r in third.rounds()), 30.0)
         assert agree([first, third, returned]) and not any(said in third.words() for said in ("WARNING", "error"))
 
-        assert signalled(s, third, signal.SIGTERM, 15.0) == 0 and "left the run" in third.words()
+        stopped = family(third)
+        for process in stopped:  # as a service manager does: the network is gone before the trainer has heard
+            process.terminate()
+        s.until("all of it has ended", lambda: third.process.poll() is not None and not alive(stopped), 15.0)
+        assert third.process.returncode == 0 and "left the run" in third.words(), third.words()
         killed_at_any_process(s, returned, first)
         last, steps = first.round(), executed(first)
         again = s.join("first")
@@ -117,3 +123,28 @@ def killed_at_any_process(s: Stage, one: PeerProcess, other: PeerProcess) -> Non
         os.kill(process.pid, signal.SIGKILL)
     s.until("nothing of the other lives", lambda: not alive(processes), 5.0)
     other.process.wait()
+
+
+BUSY = """
+import hashlib, subprocess, sys
+from p2p_muloco.cli import leaving
+leaving.TERM_S = 0.3
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+with leaving.Leaving(lambda text: print(text, flush=True), lambda: None) as it:
+    it.in_order = lambda: None
+    print(child.pid, flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes without a line of Python
+"""
+
+
+@pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130),
+                                               ([signal.SIGINT, signal.SIGTERM], 143), ([signal.SIGTERM, signal.SIGINT], 130)])
+def test_a_signal_is_heard_whatever_the_main_thread_does(signals: list[int], code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    for number in signals:
+        process.send_signal(number)
+        assert "leaving" in process.stdout.readline() or number == signals[-1]
+    assert process.wait(10.0) == code and not alive([child])
+    process.stdout.close()
