@@ -77,10 +77,11 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
         leaving.in_order = peer.leave
         try:
             summary = _train(peer, view)
+            if json_path:
+                json_path.write_text(json.dumps(summary, indent=2) + "\n")
+            leaving.saved = True
         finally:
             peer.close()
-    if json_path:
-        json_path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def _batch_size(text: str) -> int | None:

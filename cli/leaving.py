@@ -25,10 +25,12 @@ class Leaving:
 
     `in_order` asks for an orderly leave; while it is None there is nothing to finish, and the first signal ends the
     process. To leave now is to stop all processes of this peer: files appear by rename, so the last checkpoint stays.
+    Exit code 128 + the signal's number, but 0 where only the network was still closing: set `saved` then.
     """
 
     def __init__(self, say: Callable[[str], None], before_exit: Callable[[], None]) -> None:
         self.in_order: Callable[[], None] | None = None
+        self.saved = False
         self._say, self._before_exit = say, before_exit
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -51,26 +53,24 @@ class Leaving:
         while True:
             limit_s = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self._read], [], [], limit_s)[0]:
-                self._leave_now(signal.SIGTERM, f"not done within {TERM_S:.0f} s of SIGTERM")
-            for number in os.read(self._read, 64):
-                heard += number in SIGNALS
-                if number not in SIGNALS:
-                    continue
+                self._leave_now(128 + signal.SIGTERM, f"not done within {TERM_S:.0f} s of SIGTERM")
+            for number in filter(SIGNALS.__contains__, os.read(self._read, 64)):
+                heard += 1
                 if self.in_order is None:
-                    self._leave_now(number, "nothing had begun")
+                    self._leave_now(128 + number, "nothing had begun")
                 if heard > 1:
-                    self._leave_now(number, "left at once")
+                    self._leave_now(128 + number, "left at once")
                 self._say("leaving: the running exchange is finished and everything saved"
                           + ("; Ctrl-C again leaves at once" if number == signal.SIGINT else f", within {TERM_S:.0f} s"))
                 self.in_order()
                 until = time.monotonic() + TERM_S if number == signal.SIGTERM else None
 
-    def _leave_now(self, number: int, why: str) -> NoReturn:
+    def _leave_now(self, code: int, why: str) -> NoReturn:
         with contextlib.suppress(Exception):
-            self._say(f"{why}: the same command goes on from the last checkpoint")
+            if not self.saved:
+                self._say(f"{why}: the same command goes on from the last checkpoint")
             self._before_exit()
-        children = [child.pid for child in psutil.Process().children(recursive=True)]
-        for pid in children:  # no call between these lines gives the main thread time to wonder
-            with contextlib.suppress(ProcessLookupError):
+        for pid in [child.pid for child in psutil.Process().children(recursive=True)]:
+            with contextlib.suppress(ProcessLookupError):  # nothing here lets the main thread run and wonder
                 os.kill(pid, signal.SIGKILL)
-        os._exit(128 + number)
+        os._exit(0 if self.saved else code)

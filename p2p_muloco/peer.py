@@ -218,8 +218,6 @@ class Peer:
         trainer, path = self.trainer, self.config.home / "model.safetensors"
         try:
             write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
-            if trainer.state.tip.k not in trainer.store.pinned():
-                trainer.store.pin(trainer.state)
         except OSError as error:
             self._say(f"the model could not be saved: {error}; make room and start this peer again")
             return None
