@@ -104,6 +104,7 @@ class Swarm:
                 words = "; ".join(f"{log.stem}: {last_line(log)}" for _, log in self.processes.running[1:])
                 raise MulocoError(f"not every peer was counted within {START_S:.0f} s; their last words: {words}")
         self.began = time.time()
+        self.watch.samples.clear()  # what it takes to start is no growth
 
     def play(self, faults: list[Fault], seconds: float) -> None:
         """Do to the peers what the plan says, at its times; return after `seconds`."""

@@ -106,11 +106,12 @@ class Watch:
         if now >= self._sampled_at + SAMPLE_S:
             self._sampled_at = now
             for name, members in families.items():
-                for process, role in zip(members, ["trainer", "network", *map(_name, members[2:])], strict=False):
-                    if role != "sh":  # the daemon's guard
-                        self._sample(f"{name} {role}", process)
+                for process in members:
+                    self._sample(f"{name} {_role(process, members[0])}", process)
 
     def _sample(self, key: str, process: psutil.Process) -> None:
+        if key.endswith(" sh"):  # the daemon's guard
+            return
         with contextlib.suppress(psutil.Error), process.oneshot():
             row = [round(time.monotonic() - self._began, 1), process.memory_info().rss, process.num_fds(), process.num_threads()]
             self.samples.setdefault(key, []).append(row)
@@ -132,6 +133,10 @@ class Watch:
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
         return alive
+
+
+def _role(process: psutil.Process, first: psutil.Process) -> str:
+    return "main" if process == first else name if (name := _name(process)) in ("p2pd", "sh") else "network"
 
 
 def _name(process: psutil.Process) -> str:
