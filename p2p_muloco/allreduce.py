@@ -11,7 +11,7 @@ send, `wake_at` when to call again, `result` how it ended.
 A lost sender is counted up to its first missing part. A lost reducer's span goes to the next candidate by order of the
 coordinator: the leader, or the first after it in leader_order that is not lost, so a lost leader costs nothing either. Who
 holds what the lost reducer made says so to the new one, which then passes that on instead of making it again. Lost means:
-the transport says so, it gave up, it broke a rule, or it answered nothing for SILENCE_S though asked.
+the transport says so, it gave up, it broke a rule, it answered nothing for SILENCE_S though asked, or what it owes is overdue.
 
 Why nobody differs: a root needs half of START's members, more than half if one of them gave up, for it may be agreeing
 with others on something else; a later turn's version of a span replaces an earlier one before that; and two versions of one
@@ -102,7 +102,7 @@ class Attempt:
         self._scatter_at: dict[int, float] = {}  # of each span that this member reduces
         self._due_at = [now + self.gather_s] * len(self.held)
         self._heard_at = dict.fromkeys(self.others, now)
-        self._began_at = self._asked_at = now
+        self.began_at = self._asked_at = now
         self._lost: dict[bytes, int] = {}  # peer -> why, as in chain.REASONS
         self._spoke: set[bytes] = set()  # members that are known to have entered
         self._left: set[bytes] = set()  # of the lost: who gave up, so it may be reached
@@ -194,7 +194,7 @@ class Attempt:
         for held in self.held:
             if held.whole is None and now >= self._due_at[held.span.index] and self.result is None:
                 self._due_at[held.span.index] = now + self.gather_s
-                self._source_lost(held, now)
+                self._overdue(held, now)
         self._settle(now)
         if now >= min(self.confirm_at, self.ends_at):
             self.decide()
@@ -374,6 +374,15 @@ class Attempt:
             if order.by == coordinator:
                 self._obey(order, message, now)
 
+    def _overdue(self, held: HeldSpan, now: float) -> None:
+        """Who answers but does not deliver in time is no better than lost: it may be the coordinator, too."""
+        late = held.source if held.source is not None else self._coordinator()
+        if late in self._lost or late == self.me:
+            self._source_lost(held, now)
+        else:
+            self._suspects.add(late)
+            self._lose(late, TOO_LATE, now)
+
     def _source_lost(self, held: HeldSpan, now: float) -> None:
         """The one from whom a span should come won't send it."""
         coordinator = self._coordinator()
@@ -516,7 +525,7 @@ class Attempt:
 
     def _grace_until(self) -> float:
         assert self._half_at is not None
-        return self._half_at + GRACE_S + (self._half_at - self._began_at) / 10
+        return self._half_at + GRACE_S + (self._half_at - self.began_at) / 10
 
     def _end_if_agreed(self, now: float) -> None:
         confirming = self._confirming()

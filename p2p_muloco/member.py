@@ -57,6 +57,7 @@ FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
 MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
+ALONE_TRIES = 10  # attempts lost at one head before a peer goes on alone though members of the last entry answer
 MAX_JOINS = 256  # kept at once
 MAX_GROUPS = 256  # attempts that are refused at one head
 
@@ -375,7 +376,7 @@ class Member:
         g = self._gathering
         assert g is not None
         elsewhere = {peer for peer, answer in g.answers.items() if answer.recent[-1] != self.tip.head}
-        return self._pool(now) - set(self._joins) - g.lost - elsewhere - self.opinion.stalling - {self.me}
+        return self._pool(now) - set(self._joins) - g.lost - elsewhere - {self.me}
 
     def _may_start(self, now: float) -> bool:
         g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
@@ -386,7 +387,10 @@ class Member:
             g.enough_at = None
             return False
         g.enough_at = g.enough_at if g.enough_at is not None else now
-        expected = self._expected(now)
+        reached = self._expected(now)
+        if present == 1 and reached & set(self.tip.members) and self._tries < ALONE_TRIES:
+            return False
+        expected = reached - self.opinion.stalling
         busy = [p for p in expected if p in g.answers and g.answers[p].phase == EXCHANGING]
         if expected - set(g.answers) or (busy and now < g.since + longest_exchange_s(self.law) + run.window_s):
             return False
@@ -394,8 +398,7 @@ class Member:
             return True
         if self.tip.k == 0:
             return now >= g.enough_at + min(SETTLE_S, run.window_s)
-        alone = present == 1 and bool(expected & set(self.tip.members))
-        return not alone and now >= g.since + run.window_s
+        return now >= g.since + run.window_s
 
     def _start(self, now: float) -> None:
         assert self._hello is not None
@@ -606,6 +609,8 @@ class Member:
             self.opinion.failed(peer)
         if lost.proof is not None and self.opinion.convict(lost.proof, self.tip.k + 1):
             self.outbox += [(peer, lost.proof) for peer in attempt.others]
+        if now >= attempt.began_at + attempt.gather_s:  # no deadline may stay shorter than what the links can do
+            self.rate_kbps = max(1, self.rate_kbps // 2)
         self._joins = {}
         self.outcomes.append(Failed(lost.reason, now + min(10.0, 0.1 * 2 ** min(self._tries, 10))))
 
