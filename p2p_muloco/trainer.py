@@ -12,9 +12,10 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT, initial_weights
 from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
 from p2p_muloco.packet import Layout, Packet
-from p2p_muloco.snapshot import State, Store, fetch_state
+from p2p_muloco.snapshot import State, Store
+from p2p_muloco.transfer import Progress, fetch_state
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
 
@@ -380,20 +382,24 @@ class Trainer:
         self.exchange.adopt(self.state.tip)
 
     def _follow(self, donor: bytes, behind: Behind) -> None:
-        way = find_way(self.law, self.state.tip, self.store, self.exchange.fetch, donor, behind.head,
-                       lambda: self._better_state(donor))
+        donors = tuple(dict.fromkeys((donor, *behind.donors, *self.state.tip.members)))
+        way = find_way(self.law, self.state.tip, self.store, self.exchange, donors, behind.head,
+                       lambda: self._better_state(donors))
         if way.base is not None:
             self._rebase(way.base, way)
         for checked in way.entries:
             self.commit(checked, evaluate=checked is way.entries[-1])
 
-    def _better_state(self, donor: bytes) -> State:
-        """The donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
+    def _better_state(self, donors: Sequence[bytes]) -> State:
+        """The first donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
 
-        def progress(done: int, total: int) -> None:
-            self.record({"event": "downloading", "bytes": done, "of": total})
+        def progress(now: Progress) -> None:
+            if self._stopping:
+                raise StateUnavailable("this peer is leaving")
+            self.record({"event": "downloading", **dataclasses.asdict(now)})
 
-        state, own, run = fetch_state(self.law, self.exchange.fetch, donor, progress), self.state.tip, self.law.config.run
+        state = fetch_state(self.law, self.exchange, donors, self.store.partial, progress)
+        own, run = self.state.tip, self.law.config.run
         tip = state.tip
         if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:
             raise BadPacket("a state claims more steps than its entries can hold")

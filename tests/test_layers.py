@@ -17,7 +17,7 @@ LAYERS = [
     {"packet"},
     {"chain"},
     {"bounds", "messages", "reports", "snapshot"},
-    {"held", "opinion", "reduce"},
+    {"held", "opinion", "reduce", "transfer"},
     {"allreduce"},
     {"member"},
     {"exchange", "healing"},
