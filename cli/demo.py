@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rich_click as click
+from p2p_muloco.cli.processes import Processes, last_line, start_bootstrap, start_peer
 from p2p_muloco.cli.view import console, in_bytes
 from rich.console import Group
 from rich.live import Live
@@ -47,12 +46,18 @@ def demo_config(peers: int, rounds: int) -> RunConfig:
 
 
 @click.command("demo")
-@click.option("--peers", type=click.IntRange(1, 16), default=4, show_default=True)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=12, show_default=True)
+@click.option("--peers", type=click.IntRange(1, 16), default=None, help="[default: 4; 6 with --chaos]")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=12, show_default=True, help="Not of --chaos: time ends it.")
+@click.option("--chaos", "seed", type=click.IntRange(0), default=None, metavar="SEED",
+              help="Disturb a swarm instead, as this number decides: kill -9, SIGSTOP, late and poisoning peers; then judge.")
+@click.option("--minutes", type=click.FloatRange(0.1, 24 * 60.0), default=3.0, show_default=True, help="Of --chaos.")
+@click.option("--rate", type=click.FloatRange(0.0, 60.0), default=4.0, show_default=True,
+              help="Faults a minute of --chaos; with 0 it watches memory, files and threads instead.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("demo-out"), show_default=True,
               help="Folder for the peers' homes, the plot and the model; it must be new or an earlier demo's.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures to this file.")
-def command(peers: int, rounds: int, out: Path, json_path: Path | None) -> None:
+def command(peers: int | None, rounds: int, seed: int | None, minutes: float, rate: float, out: Path,
+            json_path: Path | None) -> None:
     """Watch several real peers find each other and train one model, on this machine's CPU, in about two minutes.
 
     Starts a bootstrap node and PEERS peers as processes of their own. Ends with a summary, a loss plot, a sample of text,
@@ -61,11 +66,16 @@ def command(peers: int, rounds: int, out: Path, json_path: Path | None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)  # so that the processes it started end with it
     _prepare(out)
+    if seed is not None:
+        from p2p_muloco.cli.chaos import run
+
+        return run(out, seed, 60 * minutes, rate, peers or 6, json_path)
+    peers = peers or 4
     config, screen, began = demo_config(peers, rounds), console(), time.monotonic()
     (out / "run.toml").write_text(config.to_toml())
-    with _Processes() as processes:
+    with Processes() as processes:
         screen.print(f"starting a bootstrap node and {peers} peers; logs and models go to {out}/")
-        join = _start_bootstrap(processes, out)
+        join = start_bootstrap(processes, out)
         homes = _start_peers(processes, out, join, peers)
         _watch(screen, processes, homes, rounds)
     result = _summarise(screen, config, out, homes, began)
@@ -91,73 +101,15 @@ def _prepare(out: Path) -> None:
     marker.touch()
 
 
-class _Processes:
-    """Processes of the demo, each the leader of its own session; all end with the block."""
-
-    def __init__(self) -> None:
-        self.running: list[tuple[subprocess.Popen[str], Path]] = []
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def start(self, log: Path, *arguments: str) -> subprocess.Popen[str]:
-        # -P: a source tree in the current folder must not hide the installed package
-        # two gigabytes of address space a thread arena are nothing on one peer and much on many
-        environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
-        with open(log, "w") as file:
-            process = subprocess.Popen([sys.executable, "-P", "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
-                                       stderr=file, text=True, start_new_session=True, env=environment)
-        self.running.append((process, log))
-        return process
-
-    def check(self) -> None:
-        """Raise MulocoError with the last words of a process that failed."""
-        for process, log in self.running:
-            if process.poll() not in (None, 0):
-                raise MulocoError(f"{log.stem} ended with code {process.returncode}: {_last_line(log)} (all of it: {log})")
-
-    def __exit__(self, *_: object) -> None:
-        for number, wait_s in ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            alive = [process for process, _ in self.running if process.poll() is None]
-            for process in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            until = time.monotonic() + wait_s
-            for process in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, until - time.monotonic()))
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
-
-
-def _start_bootstrap(processes: _Processes, out: Path) -> str:
-    arguments = (str(out / "run.toml"), "--listen", "127.0.0.1:0", "--home", str(out / "bootstrap"))
-    process = processes.start(out / "bootstrap.log", "bootstrap", *arguments)
-    assert process.stdout is not None
-    join = process.stdout.readline().strip()
-    if not join:
-        process.wait(10)
-        processes.check()
-        raise MulocoError(f"the bootstrap node gave no join string; see {out / 'bootstrap.log'}")
-    (out / "join.txt").write_text(join + "\n")
-    return join
-
-
-def _start_peers(processes: _Processes, out: Path, join: str, peers: int) -> list[Path]:
+def _start_peers(processes: Processes, out: Path, join: str, peers: int) -> list[Path]:
     threads = max(1, (os.cpu_count() or 1) // peers)
-    homes = []
-    for name in (f"peer-{i + 1}" for i in range(peers)):
-        home = out / name
-        processes.start(out / f"{name}.log", "join", join, "--home", str(home), "--name", name, "--threads", str(threads),
-                        "--listen", "127.0.0.1:0", "--device", "cpu")
-        homes.append(home)
+    homes = [out / f"peer-{i + 1}" for i in range(peers)]
+    for home in homes:
+        start_peer(processes, home, join, threads)
     return homes
 
 
-def _watch(screen: Any, processes: _Processes, homes: list[Path], rounds: int) -> None:
+def _watch(screen: Any, processes: Processes, homes: list[Path], rounds: int) -> None:
     """Until every peer has ended by itself; a live table on a terminal, a line a round elsewhere."""
     progress = Progress(TextColumn("rounds"), BarColumn(), TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
     task, said, moved_at = progress.add_task("rounds", total=rounds), 0, time.monotonic()
@@ -177,7 +129,7 @@ def _watch(screen: Any, processes: _Processes, homes: list[Path], rounds: int) -
             said = max(said, least)
             if time.monotonic() > moved_at + STALL_S + (START_S if not said else 0.0):
                 raise MulocoError(f"no round for {STALL_S:.0f} s; the peers' last words: "
-                                  + "; ".join(_last_line(log) for _, log in processes.running[1:]))
+                                  + "; ".join(last_line(log) for _, log in processes.running[1:]))
             time.sleep(0.25)
         processes.check()
         for number in range(said, min(len(list(_rounds(home))) for home in homes)):

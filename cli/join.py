@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-import signal
+import shlex
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
+from p2p_muloco.cli.leaving import Leaving
 from p2p_muloco.cli.view import PeerView, in_bytes
 
 from p2p_muloco.addresses import check_address, check_announce, check_listen
+from p2p_muloco.chaos import MISBEHAVIOURS
 from p2p_muloco.config import JoinString, PeerConfig
 from p2p_muloco.errors import ConfigError
 
@@ -40,14 +44,15 @@ if TYPE_CHECKING:
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile: slow to start, faster after.")
 @click.option("--max-rounds", type=click.IntRange(1), default=None, help="Leave after this many rounds.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a summary to this file.")
+@click.option("--misbehave", type=click.Choice(MISBEHAVIOURS), default=None, hidden=True)
 def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: str, device: str, batch_size: str,
             threads: int | None, data: Path | None, listen: str, announce: tuple[str, ...], upload_mbit: float,
-            compiled: bool, max_rounds: int | None, json_path: Path | None) -> None:
+            compiled: bool, max_rounds: int | None, json_path: Path | None, misbehave: str | None) -> None:
     """Train with others. Everything about the run follows from JOIN_STRING.
 
     Model, text and settings are taken from the run and checked against its hash; what the others have learned so far is
-    taken from a peer. Alone you train on, and others can join you at the address that is shown. Ctrl-C finishes the
-    running exchange, saves the model of the last round and leaves (steps since then are lost); again: leaves at once.
+    taken from a peer. Alone you train on, and others can join you at the address that is shown. Ctrl-C (or SIGTERM)
+    finishes the running exchange, saves everything and leaves; again: leaves at once. The same command goes on from there.
     """
     parsed = JoinString.parse(join)
     config = PeerConfig(
@@ -61,24 +66,21 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
         check_announce(address)
 
     from p2p_muloco.home import locked_home
+    from p2p_muloco.misbehave import member_factory
     from p2p_muloco.peer import Peer, PeerNetwork
 
     logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     network = PeerNetwork(listen=(listen_address,), announce=announce, initial_peers=initial_peers,
-                          upload_mbit=upload_mbit)
-    signal.signal(signal.SIGTERM, _interrupt)
-    with locked_home(config.home), PeerView() as view:
+                          upload_mbit=upload_mbit, member=member_factory(misbehave))
+    with locked_home(config.home), PeerView() as view, Leaving(view.say, view.close) as leaving:
         peer = Peer(parsed, config, network, view.say)
+        leaving.in_order = peer.leave
         try:
             summary = _train(peer, view)
         finally:
             peer.close()
     if json_path:
         json_path.write_text(json.dumps(summary, indent=2) + "\n")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _batch_size(text: str) -> int | None:
@@ -98,33 +100,27 @@ def _train(peer: Peer, view: PeerView) -> dict[str, Any]:
     for address in peer.exchange.addresses:
         if "/127." not in address or len(peer.exchange.addresses) == 1:
             view.say(f"others can join through --initial-peer {address}")
+    if trainer.total_steps:
+        view.say(f"going on after {trainer.total_steps} inner steps, {trainer.rounds} rounds counted, at round "
+                 f"{trainer.state.tip.k}")
     began = time.monotonic()
-    signal.signal(signal.SIGINT, lambda *_: _on_ctrl_c(peer, view))
-    signal.signal(signal.SIGTERM, lambda *_: _on_ctrl_c(peer, view))
-    peer.catch_up()
 
     def on_turn() -> None:
         view.turn(trainer.steps, trainer.losses[-1] if trainer.losses else None, peer.exchange.waiting_for())
 
-    peer.train(on_turn)
-    path = peer.finish()
-    seconds = time.monotonic() - began
+    path = peer.run(on_turn)
+    gave = peer.contribution()
     ending = "the run's token budget is spent" if trainer.ended else "left the run"
-    traffic = peer.exchange.traffic
-    view.say(f"{ending} after round {trainer.state.tip.k}: {trainer.total_steps} inner steps, {trainer.rounds} rounds counted, "
-             f"{in_bytes(traffic.sent)} sent; model: {path}; the same --home resumes")
+    view.say(f"{ending} after round {trainer.state.tip.k}. Contributed: {gave.inner_steps} inner steps, {gave.tokens} tokens, "
+             f"{gave.rounds_counted} rounds counted, {in_bytes(gave.bytes_sent)} sent, {in_bytes(gave.bytes_received)} received; "
+             f"model: {path}")
+    if not trainer.ended:
+        view.say(f"to go on from here:  {shlex.join(['p2p-muloco', *sys.argv[1:]])}")
     summary = {
-        "run_id": peer.law.config.run_id, "name": peer.config.name, "round": trainer.state.tip.k, "seconds": round(seconds, 1),
-        "digest": trainer.state.tip.head.hex(), "state": trainer.digest.hex(), "inner_steps": trainer.total_steps,
-        "rounds_counted": trainer.rounds, "heldout_loss": trainer.last_heldout, "bytes_sent": traffic.sent,
-        "bytes_received": traffic.received, "model": str(path), "ended": trainer.ended,
+        "run_id": peer.law.config.run_id, "name": peer.config.name, "round": trainer.state.tip.k,
+        "seconds": round(time.monotonic() - began, 1), "digest": trainer.state.tip.head.hex(), "state": trainer.digest.hex(),
+        "heldout_loss": trainer.last_heldout, "model": str(path), "ended": trainer.ended,
+        **dataclasses.asdict(gave), "total_inner_steps": trainer.total_steps, "total_rounds_counted": trainer.rounds,
     }
     peer.metrics({"event": "end", **summary})
     return summary
-
-
-def _on_ctrl_c(peer: Peer, view: PeerView) -> None:
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    view.say("leaving: the running exchange is finished and the state saved; Ctrl-C again leaves at once")
-    peer.trainer.stop()

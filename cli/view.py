@@ -63,6 +63,10 @@ class PeerView:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back as it was."""
         if self._live:
             self._live.stop()
 
@@ -82,6 +86,8 @@ class PeerView:
                 self.say(f"could not take round {record['round']} from that peer: {record['reason']}")
             case "rolled_back":
                 self.say(f"went back to the weights of round {record['round']}: {record['why']}")
+            case "not_written":
+                self.say(f"{record['reason']}: training goes on, but others and a next start do without; make room")
             case "silent_difference":
                 self.say(f"WARNING: {record['peers']} peers hold other weights under the same head at round {record['round']}")
             case "downloading":

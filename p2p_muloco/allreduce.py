@@ -67,8 +67,8 @@ from p2p_muloco.wire import Record
 
 __all__ = ["SILENCE_S", "Attempt", "Lost"]
 
-ASK_S = 1.0  # between two questions to a member from which nothing comes
-SILENCE_S = 5.0  # a member from which nothing comes for so long is lost
+ASK_S = 1.0  # between two questions to a member from which nothing comes; 1 % of a long exchange's deadline
+SILENCE_S = 5.0  # a member from which nothing comes for so long is lost; 5 % of a long exchange's deadline
 GRACE_S = 1.0  # and a tenth of the time so far: for those that confirm after more than half have
 SHOWN = 8  # times that records are shown to one member that confirms other roots
 LENGTHENED = 3  # an attempt whose reducers are lost lasts at most so many times what START says
@@ -93,6 +93,7 @@ class Attempt:
         self.others = [peer for peer in start.members if peer != self.me]
         s = start.start
         self.scatter_s, self.gather_s, self.confirm_s = s.scatter_ms / 1e3, s.gather_ms / 1e3, s.confirm_ms / 1e3
+        self._ask_s = max(ASK_S, self.gather_s / 100)
         self.confirm_at, self.ends_at = now + self.confirm_s, now + LENGTHENED * self.confirm_s
         self.outbox: list[tuple[bytes, Record]] = []
         self.result: Checked | Lost | None = None
@@ -127,7 +128,7 @@ class Attempt:
         self._spoke.add(sender)
         if self.result is not None:
             if isinstance(self.result, Checked) and isinstance(message, Fetch) and message.span < len(self.held):
-                self._send_span(sender, self.held[message.span])  # a straggler may still finish by itself
+                self._on_fetch(sender, self.held[message.span])  # a straggler may still finish by itself
             return
         try:
             match message:
@@ -187,7 +188,7 @@ class Attempt:
             if now >= self._scatter_at[index]:
                 for member in reducer.missing():
                     reducer.close(member, TOO_LATE)
-        if now >= self._asked_at + ASK_S:
+        if now >= self._asked_at + self._ask_s:
             self._ask_silent(now)
         for held in self.held:
             if held.whole is None and now >= self._due_at[held.span.index] and self.result is None:
@@ -218,7 +219,7 @@ class Attempt:
     def wake_at(self) -> float | None:
         if self.result is not None:
             return None
-        times = [self.confirm_at, self.ends_at, self._asked_at + ASK_S]
+        times = [self.confirm_at, self.ends_at, self._asked_at + self._ask_s]
         times += [self._scatter_at[index] for index, reducer in self.reducers.items() if reducer.missing()]
         times += [self._due_at[held.span.index] for held in self.held if held.whole is None]
         if self._half_at is not None:
@@ -312,7 +313,9 @@ class Attempt:
 
     def _on_fetch(self, sender: bytes, held: HeldSpan) -> None:
         if held.whole is not None:
-            self._send_span(sender, held)
+            if held.fetched.get(sender) != held.whole.turn:  # once a version: 40 bytes must not fetch megabytes for ever
+                held.fetched[sender] = held.whole.turn
+                self._send_span(sender, held)
         else:
             held.wanted_by.add(sender)
 
@@ -339,9 +342,9 @@ class Attempt:
     def _ask_silent(self, now: float) -> None:
         self._asked_at = now
         for peer in self._present():
-            if now >= self._heard_at[peer] + SILENCE_S:
+            if now >= self._heard_at[peer] + self._ask_s * SILENCE_S / ASK_S:
                 self._lose(peer, VANISHED, now)
-            elif now >= self._heard_at[peer] + ASK_S:
+            elif now >= self._heard_at[peer] + self._ask_s:
                 self._ask([peer])
 
     def _ask(self, peers: Iterable[bytes]) -> None:

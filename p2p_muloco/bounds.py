@@ -94,8 +94,9 @@ def clip_factors(norms: Sequence[float], h: Sequence[int]) -> list[float]:
 
     At most 1.5 x the lower median of norm / h, times max(h, median h), for who makes few steps is longer a step. Senders
     of zeros have no say: rows of an embedding that most had no use for would be nobody's. All 1 with fewer than three
-    others. `norms` and `h` are of those counted in the part. For what Muon trains: it touched no honest sender in 6,000
-    parts, but in 7 to 11 % of parts of 64 rows of an embedding, where rare rows move with one sender's text [measured].
+    others. `norms` and `h` are of those counted in the part. Honest senders are touched in none of 29,568 parts
+    that Muon trains, one sender at 1/8 speed included; in 1.1 % of those AdamW trains, and in 8 % of parts of 64 rows of an
+    embedding, where rare rows move with one sender's text [measured].
     """
     speaking = [(norm / steps, steps) for norm, steps in zip(norms, h, strict=True) if norm > 0]
     if len(speaking) < 3:
@@ -135,7 +136,11 @@ class Cosines:
         self.elements += values.shape[1]
 
     def with_others(self) -> list[float]:
-        """0 for a sender, or others, that said nothing. Tells something for n >= 4 and 1e5 elements."""
+        """0 for a sender, or others, that said nothing. For n >= 4 and spans of 1e5 elements.
+
+        Honest senders, of four [measured]: equal ones are never negative from 5e4 elements on, under Muon and AdamW; one at
+        1/8 speed never from 1e5 on under Muon (2 % at 5e4, 8 % at 1e4), but 4 % at 1e5 under AdamW (12 %, 14 %).
+        """
         own, with_all = self._gram.diagonal(), self._gram.sum(1)
         dots = with_all - own
         others = (with_all.sum() - 2 * with_all + own).clamp_(min=0)  # ||sum - q||^2

@@ -39,6 +39,8 @@ __all__ = [
 MAX_MEMBERS = 64
 RECENT_HEADS = 64
 RECENT_TOKENS = 9  # entries back for which a packet may hold steps at their learning rate (bounds.py)
+LARGEST_ELEMENT = 1e6  # of a packet: weights are of order 1; 64 such values still sum to a finite fp32
+LARGEST_AVERAGE = 2e6 * MAX_MEMBERS  # tau / sum(h) is at most 1, and a codec rounds by less than twice
 BAN_ENTRIES = 16  # a peer that most reducers accuse takes no part in so many entries
 MAX_BANNED = 16
 NODE, CLIENT = 1, 0  # a node can be dialled and reduces; a client only sends and receives
@@ -344,6 +346,8 @@ def check_record(start: CheckedStart, signed: Signed) -> SpanRecord:
     span = start.spans[record.span]
     if len(record.counts) != n or len(record.reasons) != n or max(record.counts) != span.n_parts:
         raise BadPacket("a span record's counts do not fit its span")
+    if record.ratio_sum > 1.001 * record.ratio_count:  # flattening shortens a matrix
+        raise BadPacket("a span record's norm ratios are over 1")
     candidates = start.candidates(record.span) if record.turn else [span.reducer]
     if record.turn >= len(candidates) or not signed.by("SpanRecord", candidates[record.turn]):
         raise BadPacket("a span record is not signed by its reducer")
@@ -390,9 +394,10 @@ def check_entry(law: Law, tip: Tip, entry: Entry) -> Checked:
 
 
 def check_averaged(law: Law, span: Span, data: bytes | memoryview) -> None:
-    """Decode each part of a span once: whoever signed it, it must be finite and fit; raise BadPacket."""
+    """Decode each part of a span once: whoever signed it, it must be finite, of a sane size, and fit; raise BadPacket."""
     for at, piece in enumerate(law.layout.down_parts(span.first, span.stop, data), start=span.first):
-        law.layout.decode_down(at, piece)
+        if law.layout.decode_down(at, piece).abs().max() > LARGEST_AVERAGE:
+            raise BadPacket(f"span {span.index} holds a value over {LARGEST_AVERAGE:g}")
 
 
 def merged_update(law: Law, checked: Checked) -> Tensor:

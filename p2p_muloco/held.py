@@ -46,6 +46,7 @@ class HeldSpan:
         self.said = 0  # the turn for whose reducer the own parts were sent
         self.source: bytes | None = span.reducer
         self.whole: Version | None = None
+        self.fetched: dict[bytes, int] = {}  # peer: turn of the version it was sent for the asking
         self.wanted_by: set[bytes] = set()  # who asked for it while it was not whole
         self.holders: list[bytes] = []  # who told this reducer that they hold an earlier turn's version
         self.records: dict[int, Signed] = {}  # by turn, from whomever

@@ -70,6 +70,7 @@ class NetworkOptions:
     initial_peers: tuple[str, ...] = ()
     fallback_peers: tuple[str, ...] = ()  # met in an earlier life; tried if none of the others answers
     announce: tuple[str, ...] = ()
+    member: Callable[..., Any] = Member
 
 
 class HivemindExchange:
@@ -365,7 +366,7 @@ class _Hive:
         largest = max(b - a for table in offsets for a, b in itertools.pairwise(table))
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
         self.node.uploads = Uploads(rate_kbps * 125 / 2)  # the other half is left to exchanges
-        self.member = Member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
+        self.member = self.options.member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
         self._drive(lambda member, now: member.set_roster(self.reports, now))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:

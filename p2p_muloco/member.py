@@ -58,6 +58,7 @@ SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for
 MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
 MAX_JOINS = 256  # kept at once
+MAX_GROUPS = 256  # attempts that are refused at one head
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ class Member:
             case StartMessage():
                 self._on_start(sender, Signed(message.body, message.signature), now)
             case Proof():
-                if self.opinion.convict(message, self.tip.k + 1) and self._gathering is not None:
+                known = message.peer in self._pool(now) | self._joins.keys()  # a stranger needs no conviction
+                if known and self.opinion.convict(message, self.tip.k + 1) and self._gathering is not None:
                     self._joins.pop(message.peer, None)
                     self._seek(now)
             case _:
@@ -342,6 +344,8 @@ class Member:
             g.lose(g.leader)
             self.opinion.suspect(g.leader, now)
             self._seek(now)
+        elif answer is not None and answer.phase == TRAINING and self.tip.k and self.me not in self.tip.members:
+            self._ask_again(now)  # a newcomer does not know when the next round is due: they come to it
         elif answer is not None and answer.phase == TRAINING and now > g.since + window_s:
             g.passed.add(g.leader)
             self._seek(now)
@@ -528,8 +532,9 @@ class Member:
         mine = mine and self.opinion.proofs.keys().isdisjoint(start.members)
         bounded = start.start.confirm_ms <= 1e3 * longest_exchange_s(self.law)
         if g is None or g.leader != start.start.leader or not (mine and bounded):
-            self._groups.add(start.group)
-            self.outbox += [(peer, Abandon(start.group)) for peer in start.members if peer != self.me]
+            if len(self._groups) < MAX_GROUPS:
+                self._groups.add(start.group)
+                self.outbox += [(peer, Abandon(start.group)) for peer in start.members if peer != self.me]
             return
         self._enter(start, now)
 
@@ -561,11 +566,12 @@ class Member:
         known, messages, size = self._early.get(sender, (group, [], 0))
         if known != group:
             messages, size = [], 0
-        size += 200 + len(getattr(message, "data", b""))
+        size += 200 + sum(len(getattr(message, name, b"")) for name in ("data", "body"))
         layout, others = self.law.layout, sum(held for peer, (_, _, held) in self._early.items() if peer != sender)
         fits = size <= layout.up_bytes + layout.down_bytes + 100_000
         if fits and others + size <= EARLY_FACTOR * layout.up_bytes + 1_000_000:
-            self._early[sender] = (group, [*messages, message], size)
+            messages.append(message)
+            self._early[sender] = (group, messages, size)
 
     # -- ends
 

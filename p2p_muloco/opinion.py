@@ -20,6 +20,7 @@ PATIENCE = 3  # attempts at one head that a peer may lead or leave without an en
 MAX_PEERS = 1024  # remembered of each kind
 MAX_DIGESTS = 4096
 MAX_NAMED = 16
+MAX_PROOFS = 256
 OLD_PACKET, OTHER_HEAD = len(REASONS), len(REASONS) + 1
 WHY = (*REASONS, "sent an old packet again", "keeps to another head")
 
@@ -114,8 +115,10 @@ class Opinion:
 
     def convict(self, proof: Proof, k: int) -> bool:
         """True if the proof holds and is news."""
-        if proof.peer in self.proofs or len(self.proofs) >= MAX_PEERS or not proof.holds:
+        if proof.peer in self.proofs or not proof.holds:
             return False
+        if len(self.proofs) >= MAX_PROOFS:  # identities are free, so a liar may convict many of its own
+            self.proofs.pop(next(iter(self.proofs)))
         self.proofs[proof.peer] = proof
         self.name(proof.peer, TWO_VERSIONS, k)
         return True

@@ -16,19 +16,22 @@ from safetensors.torch import save_file
 
 from p2p_muloco import __version__
 from p2p_muloco.chain import Law
+from p2p_muloco.checkpoint import Checkpoints
 from p2p_muloco.config import JoinString, PeerConfig, RunConfig
 from p2p_muloco.data import Stream, heldout_windows, load_corpus
 from p2p_muloco.errors import ConfigError, NetworkError, StateUnavailable
 from p2p_muloco.exchange import Behind
 from p2p_muloco.hive import HivemindExchange, NetworkOptions
+from p2p_muloco.home import StepCount
 from p2p_muloco.identity import Identity, parse_peer_id
+from p2p_muloco.member import Member
 from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
 from p2p_muloco.reports import Report
 from p2p_muloco.snapshot import Store, WantRun, write_atomically
 from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
 
-__all__ = ["Peer", "PeerNetwork", "choose_device"]
+__all__ = ["Contribution", "Peer", "PeerNetwork", "choose_device"]
 
 HELDOUT_WINDOWS = 16  # evaluated after each entry
 SEARCH_S = 3.0  # for reports of others when this peer is new; whom it misses it meets at the next exchange
@@ -46,6 +49,7 @@ class PeerNetwork:
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     upload_mbit: float = 20.0
+    member: Callable[..., Any] = Member  # builds this peer's side of the protocol
 
 
 def choose_device(name: str) -> torch.device:
@@ -59,11 +63,23 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer gave to the run since it was started."""
+
+    inner_steps: int
+    tokens: int
+    rounds_counted: int
+    bytes_sent: int
+    bytes_received: int
+
+
 class Peer:
-    """Everything one volunteer consists of. Build it with `join`, then `catch_up`, `train`, `finish`, `close`."""
+    """Everything one volunteer consists of. Build it with `join`, then `run`, `close`; `leave` from any thread."""
 
     def __init__(self, join: JoinString, peer: PeerConfig, network: PeerNetwork, say: Say) -> None:
         self.config, self._network, self._say = peer, network, say
+        self.leaving = False
         self.device = choose_device(peer.device)  # before anything is started that would have to be stopped
         self.exchange = self._enter(join)
         try:
@@ -80,7 +96,7 @@ class Peer:
         self._say(f"entering the network of run {join.run_id} through {len(addresses)} known address(es)")
         options = NetworkOptions(
             identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
-            initial_peers=addresses, fallback_peers=known, announce=self._network.announce,
+            initial_peers=addresses, fallback_peers=known, announce=self._network.announce, member=self._network.member,
         )
         Identity.load_or_create(options.identity_path)
         self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in (*addresses, *known)]
@@ -110,34 +126,24 @@ class Peer:
             torch.set_num_threads(peer.threads)
         corpus = load_corpus(config.data, peer.data_path)
         store = Store(peer.home, law.layout, config.to_bytes())
-        resumed = store.resume(law)
-        state = resumed[0] if resumed else genesis_state(law)
-        if resumed is None:
-            store.pin(state)
         model = GPT(config.model).to(self.device)
         stream_id = Identity.load_or_create(peer.home / "identity.key").stream
         stream = Stream(corpus.train, config.run.seed, stream_id, config.model.seq_len, config.inner.batch_size)
         inner = InnerLoop(law, model, stream, micro_batch=peer.micro_batch, compiled=peer.compile)
         self.metrics = JsonLines(peer.home / "metrics.jsonl")
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
-        self.trainer = Trainer(law, state, inner, self.exchange, store, max_rounds=peer.max_rounds,
-                               heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))
-        for checked in resumed[1] if resumed else []:
-            self.trainer.commit(checked, evaluate=False)
-        self.trainer.rounds = 0  # `max_rounds` counts from this start
-        self.trainer.record = self._record
-        inner.cursor = self.trainer.total_steps = self._read_cursor()
-
-    def _read_cursor(self) -> int:
-        """Place in the text, as of the last packet: what came after it was lost with the crash, and is read again."""
-        path = self.config.home / "cursor.json"
-        return int(json.loads(path.read_text())["cursor"]) if path.exists() else 0
+        trainer = Trainer(law, genesis_state(law), inner, self.exchange, store,
+                          heldout=heldout_windows(corpus, config.model.seq_len, HELDOUT_WINDOWS))
+        resumed = trainer.resume(Checkpoints(peer.home / "checkpoints", law.config_hash, self.exchange.peer_id, self._say))
+        self.executed = StepCount(peer.home / "executed", at_least=trainer.total_steps)
+        if not resumed:  # no text is read twice
+            inner.cursor = trainer.total_steps = self.executed.n
+        trainer.max_rounds = None if peer.max_rounds is None else trainer.rounds + peer.max_rounds
+        trainer.on_step, trainer.record = self.executed.add, self._record
+        self.trainer, self._began_with = trainer, (trainer.total_steps, trainer.rounds)
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics(record)
-        if record["event"] == "begin":
-            cursor = {"cursor": self.trainer.inner.cursor}
-            write_atomically(self.config.home / "cursor.json", lambda path: path.write_text(json.dumps(cursor)))
         if record["event"] == "round":
             self._remember_met()
             self.publish()
@@ -161,7 +167,7 @@ class Peer:
         self.exchange.open(self.law, trainer.state.tip, self.config.home, round(self._network.upload_mbit * 1000))
         self.publish()
         until = time.monotonic() + SEARCH_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.leaving:
             outcome = self.exchange.wait(0.25)
             if outcome is not None:
                 trainer.on_outcome(outcome)
@@ -175,26 +181,56 @@ class Peer:
                 break
         self.publish()
 
-    def train(self, on_turn: Callable[[], None]) -> None:
-        self.trainer.run(on_turn)
+    def run(self, on_turn: Callable[[], None]) -> Path | None:
+        """Train until the run or this peer ends, then save the model, whose path is returned (None without room for it)."""
+        try:
+            self.catch_up()
+            self.trainer.run(on_turn)
+            return self.finish()
+        except NetworkError:
+            self.trainer.stop()
+            self.trainer.save()
+            if not self.leaving:  # a service manager stops all processes of a peer at once, its network too
+                raise
+            return self._save_model()
 
-    def finish(self) -> Path:
-        """Save the model; stay a moment for members that still need the last entry. Return the model's path."""
-        trainer, path = self.trainer, self.config.home / "model.safetensors"
-        write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
-        if trainer.state.tip.k not in trainer.store.pinned():
-            trainer.store.pin(trainer.state)
+    def leave(self) -> None:
+        """Let `run` end as soon as the exchange that is running has met its fate."""
+        self.leaving = True
+        self.trainer.stop()
+
+    def contribution(self) -> Contribution:
+        trainer, (steps, rounds) = self.trainer, self._began_with
+        taken = trainer.total_steps - steps
+        return Contribution(taken, taken * self.law.config.tokens_per_step, trainer.rounds - rounds,
+                            self.exchange.traffic.sent, self.exchange.traffic.received)
+
+    def finish(self) -> Path | None:
+        """Save the model; at the end of the run, stay a moment for members that still need the last entry."""
+        trainer, path = self.trainer, self._save_model()
         self.publish()
         until = time.monotonic() + LINGER_S
-        while time.monotonic() < until and self._somebody_needs_me():
+        while trainer.ended and not self.leaving and time.monotonic() < until and self._somebody_needs_me():
             self.exchange.wait(0.25)
+        return path
+
+    def _save_model(self) -> Path | None:
+        trainer, path = self.trainer, self.config.home / "model.safetensors"
+        try:
+            write_atomically(path, lambda temporary: save_file(trainer.weights(), temporary))
+            if trainer.state.tip.k not in trainer.store.pinned():
+                trainer.store.pin(trainer.state)
+        except OSError as error:
+            self._say(f"the model could not be saved: {error}; make room and start this peer again")
+            return None
         return path
 
     def _remember_met(self) -> None:
         """Addresses for a next start at which the join string's no longer answer."""
         if self.exchange.met:
             text = json.dumps(self.exchange.met[:MET_KEPT])
-            write_atomically(self.config.home / "known_peers.json", lambda path: path.write_text(text))
+            with contextlib.suppress(OSError):  # the last ones stay
+                write_atomically(self.config.home / "known_peers.json", lambda path: path.write_text(text))
 
     def _somebody_needs_me(self) -> bool:
         tip, reports = self.trainer.state.tip, self.exchange.reports
@@ -204,3 +240,4 @@ class Peer:
     def close(self) -> None:
         self.exchange.close()
         self.metrics.close()
+        self.executed.close()

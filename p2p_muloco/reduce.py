@@ -10,23 +10,25 @@ is no one else's. Of four or more, the record says who pulls against the sum of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from p2p_muloco.bounds import Cosines, clip_factors, over_limit, trimmed_mean
-from p2p_muloco.chain import AGAINST, BROKE_RULE, COUNTED, CheckedStart, Law, SpanRecord
+from p2p_muloco.chain import AGAINST, BROKE_RULE, COUNTED, LARGEST_ELEMENT, CheckedStart, Law, SpanRecord
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.merge import counted_weight, iso_c, norm_ratio
 from p2p_muloco.messages import FRAME_BYTES
+from p2p_muloco.muon import EMBEDDINGS
 from p2p_muloco.packet import Span
 
 __all__ = ["SpanReducer"]
 
-COSINE_ELEMENTS = 10_000  # of a span: on smaller ones chance turns an honest member against the others
+COSINE_ELEMENTS = 50_000  # of a span: from here on no honest member of equal speed pointed away from the others
 COSINE_MEMBERS = 4
-LARGEST_ELEMENT = 1e6  # weights are of order 1; 64 such values still sum to a finite fp32
+AGAINST_COSINE = -0.05  # honest members: .05 to .6; a turned sign: the negative of that
 
 
 class SpanReducer:
@@ -102,8 +104,10 @@ class SpanReducer:
         whole = [at == self.span.stop for at in self._next]
         if self._cosines is None or sum(whole) < COSINE_MEMBERS or self._cosines.elements < COSINE_ELEMENTS:
             return self.reasons
-        rows = zip(self.reasons, whole, self._cosines.with_others(), strict=True)
-        return [AGAINST if is_whole and cosine < 0 else reason for reason, is_whole, cosine in rows]
+        usual = sorted(self.start.h)[(len(whole) - 1) // 2]  # who made few steps may point anywhere
+        judged = [is_whole and 2 * h >= usual for is_whole, h in zip(whole, self.start.h, strict=True)]
+        rows = zip(self.reasons, judged, self._cosines.with_others(), strict=True)
+        return [AGAINST if is_judged and cosine < AGAINST_COSINE else reason for reason, is_judged, cosine in rows]
 
     def _reduce_ready(self) -> None:
         while self._pieces:
@@ -129,10 +133,16 @@ class SpanReducer:
         total = torch.zeros(size)
         if outer.aggregate == "trimmed" and len(values) >= 3:
             return trimmed_mean(torch.stack(values))
-        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if len(values) >= 3 else []
+        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if self._clips(part) else []
         for v, factor in zip(values, clip_factors(norms, hs) if norms else [1.0] * len(values), strict=True):
             total.add_(v * factor if factor < 1 else v)
         return total.mul_(counted_weight(hs, self.law.config.run.inner_steps)) if hs else total
+
+    def _clips(self, part: int) -> bool:
+        """Not of a few rows of an embedding: members whose text lacks those tokens are short there for good reason."""
+        layout = self.law.layout
+        tensor = layout.parts[part].tensor
+        return layout.names[tensor] not in EMBEDDINGS or 2 * layout.parts[part].size > math.prod(layout.shapes[tensor])
 
     def _decode(self, member: int, part: int) -> Tensor | None:
         data = self._waiting[member].pop(part, None)

@@ -137,13 +137,28 @@ def state_digest(anchor: Tensor, momentum: Tensor) -> bytes:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """`write(temporary)`, flush it to the disk, rename: a crash leaves the old file or the new one."""
+    """`write(temporary)`, flush it to the disk, rename: a crash leaves the old file or the new one.
+
+    OSError if the disk is full or fails: then the old file is whole and the temporary one gone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except SafetensorError as error:  # its writer hides the OSError
+        temporary.unlink(missing_ok=True)
+        raise OSError(str(error)) from None
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)
 
 
 class Store:

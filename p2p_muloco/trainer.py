@@ -12,6 +12,7 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from p2p_muloco.bounds import clip_to_limits, largest_lr, step_limits
-from p2p_muloco.chain import Checked, Law
+from p2p_muloco.chain import Checked, Entry, Hello, Law, check_entry
+from p2p_muloco.checkpoint import Checkpoint, Checkpoints, Numbers, Pending
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.exchange import Behind, Committed, Exchange, Failed, Outcome
@@ -33,8 +35,8 @@ from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT, initial_weights
 from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
 from p2p_muloco.packet import Layout, Packet
-from p2p_muloco.snapshot import State, Store
-from p2p_muloco.transfer import Progress, fetch_state
+from p2p_muloco.snapshot import State, Store, max_entry_bytes
+from p2p_muloco.transfer import AskingUntil, Progress, fetch_state
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
 
@@ -159,6 +161,10 @@ class Trainer:
         self._anchored_at = exchange.now()
         self._traffic = (0, 0)
         self._stopping = self._withdrawn = False
+        self.on_step: Callable[[], None] = lambda: None  # after each inner step
+        self._checkpoints: Checkpoints | None = None
+        self._crashed = False  # a packet of an earlier life may be out that this one does not know
+        self._disk_trouble = ""
         load_flat(inner.model, law.layout, state.anchor)
 
     # -- the loop
@@ -170,13 +176,16 @@ class Trainer:
             if self._stopping and not self._withdrawn:
                 self._withdrawn = True
                 self.exchange.withdraw()
+                self.save()  # before the wait for the attempt, which may be cut short
             if not self.advance():
                 outcome = self.exchange.wait(0.2)
                 if outcome is not None:
                     self.on_outcome(outcome)
+        self._stopping = True
+        self.save()
 
     def stop(self) -> None:
-        """Leave as soon as the attempt that is running, if any, has met its fate. Safe in a signal handler."""
+        """Leave as soon as the attempt that is running, if any, has met its fate. Safe in another thread."""
         self._stopping = True
 
     @property
@@ -216,6 +225,7 @@ class Trainer:
         started_at = self.exchange.now()
         loss = self.inner.step(self._lr())
         self.total_steps += 1
+        self.on_step()
         self._measure(self.exchange.now() - started_at)
         if math.isfinite(loss):
             self.steps += 1
@@ -224,6 +234,7 @@ class Trainer:
             self._roll_back("no finite gradient in 10 steps")
 
     def _measure(self, seconds: float) -> None:
+        seconds = min(seconds, 2 * self.pace_s) if self.pace_s else seconds  # this machine may have slept in between
         self.pace_s = seconds if not self.pace_s else PACE_MEMORY * self.pace_s + (1 - PACE_MEMORY) * seconds
 
     def _lr(self) -> float:
@@ -252,7 +263,10 @@ class Trainer:
         if self.steps == 0 or self._stopping:
             return False
         tip = self.state.tip
-        share = 1.0 if tip.k == 0 or self.exchange.peer_id in tip.members else EARLY
+        newcomer = tip.k > 0 and self.exchange.peer_id not in tip.members
+        if newcomer and run.clock == "time" and run.overlap == "keep":
+            return True  # how old the entry is that it caught up to, nobody has said: waiting could miss every round
+        share = EARLY if newcomer else 1.0
         if run.clock == "steps" or not tip.period_ms:
             return self.steps >= share * run.inner_steps
         return now >= self._anchored_at + share * tip.period_ms / 1e3 or self.steps >= self.law.max_h
@@ -265,14 +279,18 @@ class Trainer:
                 return self._roll_back("the weights are not finite")
             pace_mhz = min(10**9, max(1, round(1000 / max(self.pace_s, 1e-6))))
             h = min(self.steps, self.law.max_h)
-            limits = step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
+            limits = self._limits()
             payload = self.law.layout.encode(clip_to_limits(self.law.layout, x, limits, h))
             packet = Packet(payload, h, pace_mhz, self.digest, tuple(limits.tolist()))
             self._round = _Round(packet, theta, self.exchange.now())
             self.steps = 0
             self.record({"event": "begin", "round": self.state.tip.k + 1, "inner_steps": h})
+            self._save_if_due()  # before others see it: one packet for a (peer, entry)
         self._round.retry_at = None
         self.exchange.begin(self._round.packet)
+
+    def _limits(self) -> Tensor:
+        return step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
 
     def _pseudo_gradient(self, theta: Tensor) -> Tensor:
         """x = (anchor - theta) + beta e."""
@@ -284,6 +302,7 @@ class Trainer:
                 # one that arrives after this peer has followed another chain is not for this tip
                 if outcome.checked.start.start.head == self.state.tip.head:
                     self.commit(outcome.checked)
+                    self._crashed = False
             case Failed():
                 if self._round is not None:
                     self._round.retry_at = outcome.retry_at
@@ -299,50 +318,66 @@ class Trainer:
         assert checked.start.start.head == self.state.tip.head, "an entry is applied to the state it was made for"
         self._check_agreement(checked)
         theta = flat_weights(self.inner.model)
-        counted = self._take_packet(checked)
-        round_ = self._round
-        if counted and round_ is not None:
+        mine, round_ = self._counted(checked), self._round
+        if mine is not None and round_ is not None and mine.digest == round_.packet.digest:
             self._update_residual(checked, round_)
             progress, steps = theta.sub_(round_.theta_begin), self.steps
+        elif mine is not None and self._crashed:  # a packet that it sent and no longer knows said all that it holds now
+            self.residual.zero_()
+            progress, steps = theta.sub_(theta if round_ is None else round_.theta_begin), self.steps if round_ else 0
         else:
             progress, steps = theta.sub_(self.state.anchor), self.steps + (round_.packet.inner_steps if round_ else 0)
         apply_entry(self.law, self.state, checked)
         self._round, self.steps, self._anchored_at = None, min(steps, self.law.max_h), self.exchange.now()
-        self._after_commit(checked, counted, progress, round_, evaluate)
+        self._after_commit(checked, mine, progress, round_, evaluate)
 
-    def _take_packet(self, checked: Checked) -> bool:
-        """Whether this peer's present packet is in the entry, in any part."""
-        mine = [hello for hello in checked.counted if hello.peer == self.exchange.peer_id]
-        return bool(mine) and self._round is not None and mine[0].digest == self._round.packet.digest
+    def _counted(self, checked: Checked) -> Hello | None:
+        """This peer's word in the entry, if it is counted in any part."""
+        return next((hello for hello in checked.counted if hello.peer == self.exchange.peer_id), None)
 
     def _update_residual(self, checked: Checked, round_: _Round) -> None:
         """e' = x - D(q) on counted parts and x on the others (design, 2: exactly once, by part)."""
         said = decoded_parts(self.law, round_.packet.payload, checked, self.exchange.peer_id)
         self.residual = self._pseudo_gradient(round_.theta_begin).sub_(said)
 
-    def _after_commit(self, checked: Checked, counted: bool, progress: Tensor, round_: _Round | None, evaluate: bool) -> None:
+    def _after_commit(self, checked: Checked, mine: Hello | None, progress: Tensor, round_: _Round | None,
+                      evaluate: bool) -> None:
         tip, anchor = self.state.tip, self.state.anchor
         self.digest = self.state.digest
-        self.store.put_entry(tip.k, checked.entry, tip, round_.packet.payload if counted and round_ else b"")
+        own_packet = round_.packet.payload if round_ is not None and mine and mine.digest == round_.packet.digest else b""
+        self._on_disk(lambda: self.store.put_entry(tip.k, checked.entry, tip, own_packet))
         if tip.k % self.law.config.run.snapshot_every == 0 or self.ended:
-            self.store.pin(self.state)
-        self.rounds += counted
+            self._on_disk(lambda: self.store.pin(self.state))
+        self.rounds += mine is not None
         if self.heldout is not None and evaluate:
             load_flat(self.inner.model, self.law.layout, anchor)
             self.last_heldout = heldout_loss(self.inner.model, self.heldout, self.inner.micro_batch)
         load_flat(self.inner.model, self.law.layout, progress.add_(anchor))
-        self.record(self._round_record(checked, counted, round_))
+        self.record(self._round_record(checked, mine, round_))
         self.losses = []
+        if evaluate:  # not in the middle of a replay
+            self._save_if_due()
 
-    def _round_record(self, checked: Checked, counted: bool, round_: _Round | None) -> dict[str, Any]:
+    def _on_disk(self, write: Callable[[], object]) -> None:
+        """What is kept for others and for a next start: a full disk costs that, never training."""
+        trouble = ""
+        try:
+            write()
+        except OSError as error:
+            trouble = str(error)
+        if trouble and trouble != self._disk_trouble:
+            self.record({"event": "not_written", "round": self.state.tip.k, "reason": trouble})
+        self._disk_trouble = trouble
+
+    def _round_record(self, checked: Checked, mine: Hello | None, round_: _Round | None) -> dict[str, Any]:
         tip, traffic = self.state.tip, self.exchange.traffic
         sent, received = traffic.sent - self._traffic[0], traffic.received - self._traffic[1]
         self._traffic = (traffic.sent, traffic.received)
         packed = self.law.layout
         own = [s for s in checked.start.spans if s.reducer == self.exchange.peer_id]
         return {
-            "event": "round", "round": tip.k, "digest": tip.head.hex(), "state": self.digest.hex(), "counted": counted,
-            "members": len(checked.counted), "inner_steps": round_.packet.inner_steps if round_ and counted else 0,
+            "event": "round", "round": tip.k, "digest": tip.head.hex(), "state": self.digest.hex(), "counted": mine is not None,
+            "members": len(checked.counted), "inner_steps": mine.h if mine else 0,
             "total_steps": self.total_steps, "tokens": tip.tokens, "loss": _mean(self.losses),
             "heldout_loss": self.last_heldout if math.isfinite(self.last_heldout) else None,
             "tokens_per_s": self.law.config.tokens_per_step / self.pace_s if self.pace_s else None,
@@ -365,6 +400,8 @@ class Trainer:
         """Replay entries from whoever is ahead, or load a state and replay from there; training then goes on."""
         came_from = self.state.tip.k
         for donor in behind.donors:
+            if self._stopping:
+                break
             try:
                 self._follow(donor, behind)
             except (StateUnavailable, BadPacket) as error:
@@ -383,22 +420,20 @@ class Trainer:
 
     def _follow(self, donor: bytes, behind: Behind) -> None:
         donors = tuple(dict.fromkeys((donor, *behind.donors, *self.state.tip.members)))
-        way = find_way(self.law, self.state.tip, self.store, self.exchange, donors, behind.head,
-                       lambda: self._better_state(donors))
+        net = AskingUntil(self.exchange, lambda: self._stopping)
+        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.head, lambda: self._better_state(net, donors))
         if way.base is not None:
             self._rebase(way.base, way)
         for checked in way.entries:
             self.commit(checked, evaluate=checked is way.entries[-1])
 
-    def _better_state(self, donors: Sequence[bytes]) -> State:
+    def _better_state(self, net: AskingUntil, donors: Sequence[bytes]) -> State:
         """The first donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
 
         def progress(now: Progress) -> None:
-            if self._stopping:
-                raise StateUnavailable("this peer is leaving")
             self.record({"event": "downloading", **dataclasses.asdict(now)})
 
-        state = fetch_state(self.law, self.exchange, donors, self.store.partial, progress)
+        state = fetch_state(self.law, net, donors, self.store.partial, progress)
         own, run = self.state.tip, self.law.config.run
         tip = state.tip
         if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:
@@ -418,18 +453,101 @@ class Trainer:
             packets[round_.packet.digest], out = round_.packet.payload, round_.packet.inner_steps
         elif round_ is not None:  # an entry before their state may hold the packet that is out: it isn't said again
             begun_from = round_.theta_begin
+        theta = flat_weights(self.inner.model)
+        if self._crashed and not way.is_own:  # nor what a packet may have said that this life does not know
+            begun_from, self.steps = theta, 0
+            self.residual.zero_()
         work, counted = carried_work(self.law, self.exchange.peer_id, way, packets)
-        work += begun_from - flat_weights(self.inner.model)
+        work += begun_from - theta
         steps = max(0, counted + self.steps + out)
         work *= min(1.0, max_h / steps) if steps else 1.0
         self.state, self._round, self.steps = base, None, min(steps, max_h)
         self.digest, self._anchored_at = base.digest, self.exchange.now()
         load_flat(self.inner.model, self.law.layout, base.anchor - work)
         if way.is_own:
-            self.store.cut(base.tip, base.tip.k)
+            self._on_disk(lambda: self.store.cut(base.tip, base.tip.k))
         else:
-            self.store.restart_from(base)
+            self._on_disk(lambda: self.store.restart_from(base))
         self.record({"event": "rebased", "from": k, "fork": base.tip.k, "carried_steps": self.steps})
+
+    def _stand_at(self, state: State) -> None:
+        """Own progress is carried over, but for what a packet said whose fate is unknown."""
+        came_from = self.state.anchor if self._round is None else self._round.theta_begin
+        progress = flat_weights(self.inner.model).sub_(came_from)
+        if self._crashed:
+            self.steps = 0
+            progress.zero_()
+            self.residual.zero_()
+        self.state, self._round = state, None
+        self.digest, self._anchored_at = state.digest, self.exchange.now()
+        load_flat(self.inner.model, self.law.layout, progress.add_(state.anchor))
+
+    # -- one life after another
+
+    def resume(self, checkpoints: Checkpoints) -> bool:
+        """Stand where this home stood when it was last saved, replay what its log holds since, and save there from now on.
+
+        False if nothing was saved: then from the pinned state, if there is one. ConfigError if it is another peer's.
+        """
+        saved = checkpoints.load()
+        if saved is not None:
+            self.restore(saved)
+        while (checked := self._next_logged()) is not None:
+            self.commit(checked, evaluate=False)
+        if max(self.store.pinned(), default=0) > self.state.tip.k and (pinned := self.store.resume(self.law)) is not None:
+            self._stand_at(pinned[0])
+            for checked in pinned[1]:
+                self.commit(checked, evaluate=False)
+        if not self.store.pinned():
+            self._on_disk(lambda: self.store.pin(self.state))
+        self.exchange.adopt(self.state.tip)
+        self._checkpoints = checkpoints
+        return saved is not None
+
+    def _next_logged(self) -> Checked | None:
+        packed, most = self.store.entry(self.state.tip.k + 1), max_entry_bytes(self.law)
+        with contextlib.suppress(BadPacket):  # of another chain, or damaged
+            return check_entry(self.law, self.state.tip, Entry.unpack(packed, most)) if packed else None
+        return None
+
+    def checkpoint(self) -> Checkpoint:
+        """All that the next step depends on. Its tensors are the live ones: save it before that step."""
+        inner, round_ = self.inner, self._round
+        return Checkpoint(
+            tip=self.state.tip, anchor=self.state.anchor, momentum=self.state.momentum, residual=self.residual,
+            theta=flat_weights(inner.model), optimizer=inner.optimizer.state_tensors(),
+            pending=None if round_ is None else Pending(round_.packet, round_.theta_begin),
+            numbers=Numbers(
+                cursor=inner.cursor, steps=self.steps, total_steps=self.total_steps, rounds=self.rounds,
+                fresh_steps=inner.fresh_steps, skipped_in_row=inner.skipped_in_row, pace_s=self.pace_s,
+                last_heldout=self.last_heldout,
+            ),
+            last_word=self._stopping,
+        )
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Take over what `checkpoint` gave. The packet that was out goes out again, the same bytes, unless the log counts it."""
+        inner, numbers, now = self.inner, saved.numbers, self.exchange.now()
+        self.state, self.residual = State(saved.tip, saved.anchor, saved.momentum), saved.residual
+        self.digest, self._anchored_at = self.state.digest, now
+        load_flat(inner.model, self.law.layout, saved.theta)
+        inner.optimizer.load_state_tensors(saved.optimizer)
+        inner.cursor, inner.fresh_steps, inner.skipped_in_row = numbers.cursor, numbers.fresh_steps, numbers.skipped_in_row
+        self.steps, self.total_steps, self.rounds = numbers.steps, numbers.total_steps, numbers.rounds
+        self.pace_s, self.last_heldout = numbers.pace_s, numbers.last_heldout
+        self._crashed = not saved.last_word
+        self._round = None
+        if saved.pending is not None:
+            packet = dataclasses.replace(saved.pending.packet, limits=tuple(self._limits().tolist()))
+            self._round = _Round(packet, saved.pending.theta_begin, now, retry_at=now)
+
+    def save(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save(self.checkpoint())
+
+    def _save_if_due(self) -> None:
+        if self._checkpoints is not None and not self._stopping and self._checkpoints.is_due():
+            self.save()
 
     def weights(self) -> dict[str, Tensor]:
         """What all peers agree on, by name: the model to take out of the run."""

@@ -31,7 +31,7 @@ from p2p_muloco.snapshot import (
 )
 from p2p_muloco.wire import Record
 
-__all__ = ["SLOWEST_BYTES_PER_S", "Asking", "Download", "Progress", "Uploads", "fetch_entries", "fetch_state"]
+__all__ = ["SLOWEST_BYTES_PER_S", "Asking", "AskingUntil", "Download", "Progress", "Uploads", "fetch_entries", "fetch_state"]
 
 SLOWEST_BYTES_PER_S = 62_500  # of an answer: 0.5 Mbit/s, or another donor is asked
 
@@ -54,7 +54,8 @@ JUDGED_AFTER_S = 10.0
 class Asking(Protocol):
     """What is needed of an exchange."""
 
-    peer_id: bytes
+    @property
+    def peer_id(self) -> bytes: ...
 
     def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
         """Ask a peer for stored bytes; returns a ticket at once."""
@@ -66,6 +67,36 @@ class Asking(Protocol):
         """Ask and wait; raise StateUnavailable."""
 
     def now(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class AskingUntil:
+    """The same, until this peer leaves: then there is nothing to be had."""
+
+    net: Asking
+    is_over: Callable[[], bool]
+
+    @property
+    def peer_id(self) -> bytes:
+        return self.net.peer_id
+
+    def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
+        return self.net.ask(donor, request, max_bytes)
+
+    def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
+        self._check()
+        return self.net.answers(timeout_s)
+
+    def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
+        self._check()
+        return self.net.fetch(donor, request, max_bytes)
+
+    def now(self) -> float:
+        return self.net.now()
+
+    def _check(self) -> None:
+        if self.is_over():
+            raise StateUnavailable("this peer is leaving")
 
 
 @dataclass(frozen=True)

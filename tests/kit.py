@@ -151,6 +151,8 @@ class Driver:
     def run(self, k: int, limit_s: float) -> bool:
         """Until each live peer stands at entry k or later; False if that takes longer than `limit_s`."""
         end = self.network.now + limit_s
+        for i in self.live():
+            self._react(i, k)
         while not all(self.peers[i].tip.k >= k for i in self.live()):
             waiting = [self.peers[i] for i in self.live() if self.peers[i].tip.k < k]
             due = [peer.retry_at for peer in waiting if peer.retry_at is not None]

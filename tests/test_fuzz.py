@@ -32,6 +32,7 @@ from p2p_muloco.chain import (
     Entry,
     Hello,
     Law,
+    Order,
     Signed,
     SpanRecord,
     Start,
@@ -40,6 +41,8 @@ from p2p_muloco.chain import (
     check_entry,
     check_start,
     merged_update,
+    root_of,
+    sign_root,
 )
 from p2p_muloco.codec import make_codec
 from p2p_muloco.config import CODECS, JoinString, RunConfig
@@ -53,9 +56,10 @@ from p2p_muloco.messages import (
     Confirm,
     Fetch,
     Join,
-    Lacking,
     Parts,
     Poll,
+    Proof,
+    Reassign,
     RecordMessage,
     StartMessage,
     TipMessage,
@@ -181,6 +185,8 @@ heads = st.sampled_from([TIP.head, LAW.genesis.head, HASH])
 ks = st.sampled_from([0, 1, 2, 3, 2**40])
 hs = st.integers(1, 40_000)
 signatures = st.binary(min_size=64, max_size=64)
+spans = st.integers(0, 3) | st.integers(0, 63)
+turns = st.integers(0, 3) | st.integers(0, 63)
 
 
 @st.composite
@@ -240,23 +246,34 @@ def by_peer(peer: bytes) -> Identity:
 def entries(draw: st.DrawFn) -> Entry:
     """What a group of liars could sign together: any data, counts and reasons, under true hashes and signatures."""
     start, records, data = checked_start(), [], []
+    liar = draw(st.sampled_from([None, *(span.index for span in start.spans)]))
     for span in start.spans:
-        size = LAW.layout.down_offsets[span.stop] - LAW.layout.down_offsets[span.first]
         rng = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         x = torch.randn(LAW.layout.n_elements, generator=rng) * 10.0 ** draw(st.integers(-40, 30))
-        own = b"".join(part.down.encode(x[part.start : part.stop]) for part in LAW.layout.parts[span.first : span.stop])
-        noise = bytes(torch.randint(256, (size,), generator=rng).tolist())
-        averaged = draw(st.sampled_from([own, own, own, noise, own[:-1], own + b"\0", b""]))
-        most = st.integers(0, span.n_parts)
-        counts = draw(st.lists(most | st.integers(0, 2**24), min_size=N, max_size=N) | st.just([span.n_parts] * N))
+        averaged = b"".join(part.down.encode(x[part.start : part.stop]) for part in LAW.layout.parts[span.first : span.stop])
+        counts = [span.n_parts, *draw(st.lists(st.integers(0, span.n_parts), min_size=N - 1, max_size=N - 1))]
+        lies: dict[str, Any] = {}
+        if span.index == liar:
+            noise = bytes(torch.randint(256, (len(averaged),), generator=rng).tolist())
+            averaged = draw(st.sampled_from([averaged, noise, averaged[:-1], averaged + b"\0", b""]))
+            lies = draw(st.fixed_dictionaries({}, optional={
+                "span": spans, "start": st.just(HASH), "digest": st.just(HASH), "turn": turns,
+                "counts": st.lists(st.integers(0, 2**24), min_size=1, max_size=N + 1).map(tuple),
+            }))
+        turn = draw(st.integers(0, N - 1))
         record = SpanRecord(
-            start=start.group, span=span.index, digest=hashlib.sha256(averaged).digest(), counts=tuple(counts),
-            reasons=(0,) * N, ratio_sum=draw(st.floats(0, 1)), ratio_count=draw(st.sampled_from([0, 1, 2**24])),
+            start=start.group, span=span.index, turn=turn, digest=hashlib.sha256(averaged).digest(), counts=tuple(counts),
+            reasons=tuple(draw(st.lists(st.integers(0, 5), min_size=N, max_size=N))), ratio_sum=draw(st.floats(0, 1)),
+            ratio_count=draw(st.sampled_from([0, 1, 2**24])),
         )
-        changed = draw(st.sampled_from([{}, {}, {}, {"span": 63}, {"counts": (1,)}, {"start": HASH}, {"digest": HASH}]))
-        records.append(Signed.make(dataclasses.replace(record, **changed), by_peer(span.reducer)))
+        signer = by_peer(start.candidates(span.index)[turn])
+        records.append(Signed.make(dataclasses.replace(record, **lies), signer))
         data.append(averaged)
-    return Entry(start.signed, tuple(records), tuple(data))
+    root = root_of(records)
+    confirms = draw(st.just(range(N)) | st.lists(st.integers(-1, N), max_size=N))
+    said = draw(st.sampled_from([root, root, root, HASH]))
+    signatures = [(i, sign_root(by_peer(start.members[i % N]), start.group, said)) for i in confirms]
+    return Entry(start.signed, tuple(records), tuple(data), tuple(signatures))
 
 
 @settings(max_examples=40, deadline=None)
@@ -519,7 +536,11 @@ def join_of(one: Member) -> tuple[bytes, Signed]:
     return next((to, Signed(record.hello, record.signature)) for to, record in one.outbox if isinstance(record, Join))
 
 
-spans = st.integers(0, 3) | st.integers(0, 63)
+
+
+def empty_record(group: bytes, count: int, digest: bytes) -> SpanRecord:
+    return SpanRecord(start=group, span=0, turn=0, digest=digest, counts=(count,) * N, reasons=(0,) * N, ratio_sum=0.0,
+                      ratio_count=0)
 
 
 @st.composite
@@ -549,19 +570,29 @@ def messages(draw: st.DrawFn, true: Signed) -> Record:
     if kind is Averaged:
         first, stop = sorted(draw(st.tuples(at, at)))
         size = LAW.layout.down_offsets[stop] - LAW.layout.down_offsets[first]
-        return Averaged(group, draw(spans), first, stop, bytes(draw(st.sampled_from([0, 7, size]))))
+        return Averaged(group, draw(spans), draw(turns), first, stop, bytes(draw(st.sampled_from([0, 7, size]))))
     if kind is RecordMessage:
         span = draw(st.sampled_from(check_start(LAW, TIP, true).spans))
-        record = SpanRecord(start=group, span=draw(st.just(span.index) | spans), digest=draw(st.sampled_from([HASH, bytes(32)])),
-                            counts=(span.n_parts,) * N, reasons=(0,) * N, ratio_sum=0.0, ratio_count=0)
-        signed = Signed.make(record, draw(st.just(by_peer(span.reducer)) | peers))
+        record = empty_record(group, span.n_parts, draw(st.sampled_from([HASH, bytes(32)])))
+        record = dataclasses.replace(record, span=draw(st.just(span.index) | spans), turn=draw(turns))
+        candidates = check_start(LAW, TIP, true).candidates(span.index)
+        signed = Signed.make(record, draw(st.just(by_peer(candidates[record.turn % N])) | peers))
         return RecordMessage(group, draw(st.just(signed.body) | st.binary(min_size=1, max_size=99)), signed.signature)
     if kind is Confirm:
-        return Confirm(group, draw(st.sampled_from([HASH, bytes(32)])))
+        root = draw(st.sampled_from([HASH, bytes(32)]))
+        return Confirm(group, root, draw(peers.map(lambda who: sign_root(who, group, root)) | signatures))
     if kind is Abandon:
         return Abandon(group)
-    assert kind in (Fetch, Lacking)
-    return kind(group, draw(spans))
+    if kind is Reassign:
+        by = draw(peers)
+        signed = Signed.make(Order(start=group, span=draw(spans), turn=draw(turns.filter(bool)), by=by.peer_id), by)
+        return Reassign(group, draw(st.just(signed.body) | st.binary(min_size=1, max_size=99)), signed.signature)
+    if kind is Proof:
+        cheat, digests = draw(peers), [draw(st.sampled_from([HASH, bytes(32)])) for _ in range(2)]
+        two = [Signed.make(empty_record(group, 1, digest), cheat) for digest in digests]
+        return Proof(draw(peers).peer_id, tuple(one.body for one in two), tuple(one.signature for one in two))
+    assert kind is Fetch
+    return Fetch(group, draw(spans))
 
 
 @settings(max_examples=40, deadline=None)
@@ -613,12 +644,14 @@ def flood(kind: str, i: int) -> Record:
         case "parts of one group":
             return Parts(HASH, 0, 1, bytes(1000))
         case "confirms":
-            return Confirm(unique, unique)
+            return Confirm(unique, unique, bytes(64))
+        case "proofs of nothing":
+            return Proof(unique + b"peerid", (unique * 60, b"\0"), (bytes(64),) * 2)
     raise AssertionError(kind)
 
 
 @pytest.mark.parametrize("kind", ["polls", "tips", "joins", "starts of nobody", "parts of no group", "parts of one group",
-                                  "confirms"])
+                                  "confirms", "proofs of nothing"])
 @pytest.mark.parametrize("senders", [1, FLOOD])
 def test_floods_leave_a_member_bounded(kind: str, senders: int) -> None:
     """What is kept after 1,500 messages of one stranger or of 1,500: early packets of EARLY_FACTOR, and 1 MB of all else."""
@@ -642,14 +675,14 @@ def test_floods_leave_a_member_bounded(kind: str, senders: int) -> None:
 
 
 
-@pytest.mark.parametrize("kind", [Parts, Averaged, RecordMessage, Confirm, Fetch, Lacking])
+@pytest.mark.parametrize("kind", [Parts, Averaged, RecordMessage, Confirm, Fetch, Reassign, Proof])
 def test_floods_in_an_attempt_leave_a_member_bounded(kind: type[Record]) -> None:
     """Of members, who may say everything: kept are one packet each way of each, and 1 MB of all else."""
     one = member()
     leader, hello = join_of(one)
     true = start_of([ME, *OTHERS], by_peer(leader), {ME.peer_id: hello})
     one.deliver(leader, StartMessage(true.body, true.signature), 0.0)
-    whole = len(LAW.layout.parts)
+    whole, start = len(LAW.layout.parts), check_start(LAW, TIP, true)
 
     def message(i: int) -> Record:
         unique = hashlib.sha256(i.to_bytes(8, "big")).digest()
@@ -660,12 +693,18 @@ def test_floods_in_an_attempt_leave_a_member_bounded(kind: type[Record]) -> None
                 return Parts(true.hash, first, first + 1, bytes(size))
             case "Averaged":
                 size = LAW.layout.down_offsets[first + 1] - LAW.layout.down_offsets[first]
-                return Averaged(true.hash, i % N, first, first + 1, bytes(size))
+                return Averaged(true.hash, i % N, i % 64, first, first + 1, bytes(size))
             case "RecordMessage":
                 return RecordMessage(true.hash, unique * 60, bytes(64))
             case "Confirm":
-                return Confirm(true.hash, unique)
-        return kind(true.hash, i % N)
+                return Confirm(true.hash, unique, sign_root(OTHERS[i // whole % len(OTHERS)], true.hash, unique))
+            case "Reassign":
+                by = OTHERS[i // whole % len(OTHERS)]
+                order = Signed.make(Order(start=true.hash, span=i % len(start.spans), turn=1 + i % (N - 1), by=by.peer_id), by)
+                return Reassign(true.hash, order.body, order.signature)
+            case "Proof":
+                return Proof(unique + b"peerid", (unique * 60, b"\0"), (bytes(64),) * 2)
+        return Fetch(true.hash, i % N)
 
     sent = [message(i) for i in range(FLOOD)]
     one.outbox = []

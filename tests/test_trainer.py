@@ -393,3 +393,30 @@ def test_another_chains_state_takes_the_place_of_the_abandoned_one(tmp_path: Pat
     assert store.entry(3) and store.pinned() == [3]
     store.restart_from(genesis_state(l))
     assert store.entry(3) == b"" and store.pinned() == [0] and store.manifest()
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("late_s", [6.0, 6.5, 7.0, 7.5, 8.0])
+def test_a_newcomer_is_counted_in_the_second_round_after_it_came_at_the_latest(tmp_path: Path, late_s: float) -> None:
+    """It can't know how old the entry is that it caught up to; one that waits a period from then on can miss every round."""
+    l = law(3, rounds=100, inner_steps=8, clock="time", overlap="keep", min_peers=2, snapshot_every=100)  # noqa: E741
+    network, records = LocalNetwork(latency_s=0.15), list[dict[str, Any]]()
+
+    def stop_when(done: Callable[[], bool]) -> None:
+        def on_step() -> None:
+            if done():
+                raise Enough
+
+        with pytest.raises(Enough):
+            run_swarm(network, trainers, [0.3] * len(trainers), on_step)
+
+    trainers = [local_trainer(l, Identity(bytes([i + 1]) * 32), network, corpus(), tmp_path / str(i)) for i in range(3)]
+    stop_when(lambda: network.now >= late_s)
+    came_at = trainers[0].state.tip
+    trainers.append(local_trainer(l, Identity(b"\x09" * 32), network, corpus(), tmp_path / "late", record=records.append))
+    trainers[-1].catch_up(behind_of(trainers[0], trainers[0].exchange.peer_id))
+    stop_when(lambda: any(r["event"] == "round" and r["counted"] for r in records) or network.now > late_s + 60)
+    assert came_at.k < trainers[-1].state.tip.k <= came_at.k + 2
