@@ -38,7 +38,7 @@ SLOWEST_BYTES_PER_S = 62_500  # of an answer: 0.5 Mbit/s, or another donor is as
 WIDTH = 2  # chunks in flight at one donor: the second fills the pause between two
 AT_ONCE = 8  # in flight in all, those that are late not counted
 FAILURES = 3  # in a row, after which a donor is gone
-REST_S, LONGEST_REST_S = 0.25, 4.0  # of a donor that was busy or failed; doubled each time
+REST_S, LONGEST_REST_S = 0.25, 1.0  # of a donor that was busy or failed; doubled each time
 LATE, SOONEST_LATE_S = 2.0, 0.5  # of the usual time of a chunk: then a second donor is asked
 FIRST_LATE_S = 2.0  # while no time is usual yet
 PACE_S = 10.0  # over which the rate is measured
@@ -111,6 +111,7 @@ class Progress:
 
 @dataclass
 class _Donor:
+    width: int = WIDTH  # chunks in flight; less once it was busy with ours
     failures: int = 0  # in a row
     busy: int = 0  # answers in a row
     rests_until: float = -math.inf
@@ -143,10 +144,6 @@ class Download:
         reasons = sorted({donor.gone for donor in self._donors.values()})
         return f"none of {len(self._donors)} donors has the rest of the state: {'; '.join(reasons)}"
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._flying)
-
     def asks(self, now: float) -> list[tuple[bytes, int]]:
         """(donor, chunk) to ask now; they count as asked."""
         self._began_at = now if self._began_at is None else self._began_at
@@ -158,7 +155,7 @@ class Download:
 
     def _next(self, now: float) -> tuple[bytes, int] | None:
         load = collections.Counter(donor for donor, _ in self._flying)
-        free = [peer for peer, d in self._donors.items() if not d.gone and load[peer] < WIDTH and d.rests_until <= now]
+        free = [peer for peer, d in self._donors.items() if not d.gone and load[peer] < d.width and d.rests_until <= now]
         asked_at = {index: at for (_, index), at in self._flying.items() if index not in self.held}  # the last time, of each
         late = [index for index, at in asked_at.items() if now > at + self._patience_s()]
         if self._wanted:
@@ -186,11 +183,14 @@ class Download:
         state, asked_at = self._donors[donor], self._land(donor, index)
         if self.manifest.holds(index, data):
             state.failures = state.busy = 0
+            state.rests_until = now
             self._took_s.append(now - asked_at)
             return self._take(index, len(data), now)
         if data == BUSY:
+            ours = sum(serving == donor for serving, _ in self._flying)
             state.busy += 1
-            state.rests_until = now + _rest_s(state.busy)
+            state.width = max(1, min(state.width, ours))
+            state.rests_until = now if ours else now + _rest_s(state.busy)
         else:
             state.gone = "a chunk is not what the manifest says" if data else "they hold another one"
         self._want_again(index)
