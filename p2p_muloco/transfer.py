@@ -43,6 +43,7 @@ LATE, SOONEST_LATE_S = 2.0, 0.5  # of the usual time of a chunk: then a second d
 FIRST_LATE_S = 2.0  # while no time is usual yet
 PACE_S = 10.0  # over which the rate is measured
 TURN_S = 0.25  # between two looks of the loops
+TELL_S = 0.5  # between two words about progress
 
 STREAMS = 4  # of chunks that a donor serves at once
 BURST_S = 0.1
@@ -268,8 +269,7 @@ class Uploads:
 def fetch_state(law: Law, net: Asking, donors: Sequence[bytes], folder: Path, progress: Callable[[Progress], None]) -> State:
     """The state that the first donor has pinned, from all of them and its chain's members; `folder` keeps what has come.
 
-    `progress` is called several times a second and may raise to end it. Raise StateUnavailable if nobody has it or this link
-    can't keep up with the run, BadPacket if the state breaks a rule, DiskFull.
+    Raise StateUnavailable if nobody has it or this link can't keep up with the run, BadPacket if it breaks a rule, DiskFull.
     """
     theirs = fetch_tip(net.fetch, donors[0])
     partial = Partial(folder, fetch_manifest(law, net.fetch, donors[0]))
@@ -285,7 +285,7 @@ def _fill(law: Law, net: Asking, donors: Iterable[bytes], theirs: Tip, partial: 
     manifest = partial.manifest
     download = Download(net.peer_id, manifest, donors, partial.held())
     tickets: dict[int, tuple[bytes, int]] = {}
-    began_at, judged = net.now(), not theirs.period_ms
+    began_at, told_at, judged = net.now(), -math.inf, not theirs.period_ms
     while not download.done:
         suspect = not judged and net.now() > began_at + JUDGED_AFTER_S and download.rate(net.now()) < _needed(law, theirs)
         if suspect and not tickets:  # chunks may be slow because their donors are busy; entries are not
@@ -302,7 +302,9 @@ def _fill(law: Law, net: Asking, donors: Iterable[bytes], theirs: Tip, partial: 
                 download.failed(donor, index, answer, net.now())
             elif download.answered(donor, index, answer, net.now()):
                 partial.write(index, answer)
-        progress(download.progress(net.now()))
+        if download.done or net.now() >= told_at + TELL_S:
+            told_at = net.now()
+            progress(download.progress(told_at))
         if download.trouble:
             raise StateUnavailable(download.trouble)
 

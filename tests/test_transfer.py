@@ -408,7 +408,7 @@ CORPUS: list[Corpus] = []
 def a_run() -> Law:
     """0.2 M parameters: a state of 1.5 MB."""
     model = ModelConfig(d_model=64, n_layers=2, n_heads=2, d_mlp=128, seq_len=16)
-    run = RunSection(inner_steps=6, min_peers=2, token_budget=10**9, clock="time", snapshot_every=10, window_s=5.0)
+    run = RunSection(inner_steps=6, min_peers=2, token_budget=10**9, clock="time", snapshot_every=5, window_s=5.0)
     return Law.of(RunConfig(run=run, model=model, inner=InnerConfig(batch_size=1)))
 
 
@@ -420,7 +420,7 @@ class LiveSwarm:
         CORPUS or CORPUS.append(load_corpus(RunConfig().data))
         self.law, self.folder, self.step_s = a_run(), folder, step_s
         self.rate = 8 * self.law.layout.n_elements / serve_s / n
-        self.network = LocalNetwork(upload_bytes_per_s=4 * self.rate)
+        self.network = LocalNetwork(upload_bytes_per_s=10 * self.rate)
         self.trainers: list[Trainer] = []
         self.records: list[list[tuple[float, dict[str, object]]]] = []
         for i in range(n):
@@ -460,7 +460,7 @@ def test_a_newcomer_is_level_in_20_s_where_rounds_take_3_s_and_the_state_10(tmp_
     torch.manual_seed(0)
     swarm = LiveSwarm(tmp_path, serve_s=10.0)
     first = swarm.trainers[0]
-    swarm.until(lambda: first.state.tip.k >= 23, 200.0)
+    swarm.until(lambda: first.state.tip.k >= 11, 200.0)
     members = swarm.trainers[:]
     steps, k, began = [t.total_steps for t in members], first.state.tip.k, swarm.network.now
     newcomer = swarm.add(9)
