@@ -38,6 +38,15 @@ def describe_round(record: dict[str, Any]) -> str:
             f"head {record['digest'][:12]}")
 
 
+def describe_download(record: dict[str, Any]) -> str:
+    left = record["seconds_left"]
+    share = record["bytes"] / record["of"]
+    bar = "\u2588" * round(20 * share) + "\u2591" * (20 - round(20 * share))
+    donors = f"{record['donors']} donor" + "s" * (record["donors"] != 1)
+    return (f"taking the run's state, {bar} {in_bytes(record['bytes'])} of {in_bytes(record['of'])} from {donors}"
+            + ("" if left is None else f", {left:.0f} s left"))
+
+
 class PeerView:
     """What a volunteer sees. `turn` is called between any two things the trainer does."""
 
@@ -82,7 +91,7 @@ class PeerView:
             case "silent_difference":
                 self.say(f"WARNING: {record['peers']} peers hold other weights under the same head at round {record['round']}")
             case "downloading":
-                self.wait(f"state: {in_bytes(record['bytes'])} of {in_bytes(record['of'])}")
+                self.wait(describe_download(record))
 
     def turn(self, steps: int, loss: float | None, waiting_for: str) -> None:
         shown = f"step {steps}/{self.inner_steps}" + (f"  loss {loss:.3f}" if loss is not None else "")

@@ -5,12 +5,13 @@
       CorpusError         the text of a run is absent or is another text
       BadPacket           bytes from another peer break a rule; costs one record, never the process
       StateUnavailable    nobody could hand over the state that is needed
+      DiskFull            the folder of this peer has no room for what it must keep
       NetworkError        the swarm, an address or a port can't be used
 """
 
 from __future__ import annotations
 
-__all__ = ["BadPacket", "ConfigError", "CorpusError", "MulocoError", "NetworkError", "StateUnavailable"]
+__all__ = ["BadPacket", "ConfigError", "CorpusError", "DiskFull", "MulocoError", "NetworkError", "StateUnavailable"]
 
 
 class MulocoError(Exception):
@@ -33,6 +34,10 @@ class BadPacket(MulocoError, ValueError):
 
 class StateUnavailable(MulocoError):
     exit_code = 3
+
+
+class DiskFull(MulocoError):
+    exit_code = 5
 
 
 class NetworkError(MulocoError):

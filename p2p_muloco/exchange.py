@@ -7,6 +7,7 @@ so whatever holds here holds for the protocol; only sockets and processes are le
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -19,7 +20,8 @@ from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.member import Behind, Committed, Failed, Member, Outcome
 from p2p_muloco.messages import KINDS, Averaged, Parts
 from p2p_muloco.packet import Packet
-from p2p_muloco.snapshot import Store, serve
+from p2p_muloco.snapshot import BUSY, Store, WantChunk, WantEntry, serve
+from p2p_muloco.transfer import Uploads
 from p2p_muloco.wire import Record, read_frame, write_frame
 
 __all__ = ["Behind", "Committed", "Exchange", "Failed", "Fault", "LocalExchange", "LocalNetwork", "Outcome", "Partition",
@@ -35,7 +37,7 @@ class Traffic:
 
 
 class Exchange(Protocol):
-    """What a trainer needs of a network. No call blocks but `wait` and `fetch`."""
+    """What a trainer needs of a network. No call blocks but `wait`, `answers` and `fetch`."""
 
     peer_id: bytes
 
@@ -59,8 +61,14 @@ class Exchange(Protocol):
 
     def distrust(self, peer: bytes) -> None: ...
 
+    def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
+        """Ask a peer for stored bytes; returns a ticket at once."""
+
+    def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
+        """What came since: (ticket, bytes, or why there are none). Waits this long for the first."""
+
     def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
-        """Ask one peer for stored bytes; raise StateUnavailable."""
+        """Ask and wait; raise StateUnavailable."""
 
     def waiting_for(self) -> str:
         """One line for people, or ''."""
@@ -102,6 +110,22 @@ class _Event:
     frame: bytes | None = field(compare=False)  # None: the connection to `sender` broke
 
 
+@dataclass
+class _Fetch:
+    """A question for stored bytes; `answer` hears once how it ended."""
+
+    asker: bytes
+    donor: bytes
+    request: Record
+    answer: Callable[[bytes | str], None]
+    ended: bool = False
+
+    def end(self, answer: bytes | str) -> None:
+        if not self.ended:
+            self.ended = True
+            self.answer(answer)
+
+
 class LocalNetwork:
     """Members in one process. `choose` may pick which of the pending events comes next, to explore interleavings."""
 
@@ -116,6 +140,9 @@ class LocalNetwork:
         self.members: dict[bytes, Member] = {}
         self.traffic: dict[bytes, Traffic] = {}
         self.stores: dict[bytes, Store] = {}
+        self.uploads: dict[bytes, Uploads] = {}
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._fetches: list[_Fetch] = []
         self._index: dict[bytes, int] = {}
         self._sent: dict[bytes, int] = {}
         self._frozen: dict[bytes, float] = {}
@@ -149,6 +176,9 @@ class LocalNetwork:
 
     def kill(self, peer: bytes) -> None:
         self._dead.add(peer)
+        for fetch in self._fetches:
+            if fetch.donor == peer:
+                self.call_at(self.now + self.latency_s, functools.partial(fetch.end, "the connection broke"))
         for member in self.alive():
             self._push(self.now + self.latency_s, member.me, peer, None)
 
@@ -196,9 +226,48 @@ class LocalNetwork:
     def _push(self, at: float, to: bytes, sender: bytes, frame: bytes | None) -> None:
         heapq.heappush(self._events, _Event(at, next(self._order), to, sender, frame))
 
+    def call_at(self, at: float, act: Callable[[], None]) -> None:
+        """Let something that is no message happen at a moment."""
+        heapq.heappush(self._calls, (max(at, self.now), next(self._order), act))
+
+    def ask(self, fetch: _Fetch) -> None:
+        """There, served as a peer serves, and back."""
+        self._fetches = [other for other in self._fetches if not other.ended] + [fetch]
+        self.call_at(self.now + self.latency_s, lambda: self._serve(fetch))
+
+    def _serve(self, fetch: _Fetch) -> None:
+        donor, back_at = fetch.donor, self.now + self.latency_s
+        store, uploads = self.stores.get(donor), self.uploads.setdefault(donor, Uploads(math.inf))
+        if store is None or donor in self._dead or self.is_cut(fetch.asker, donor):
+            return self.call_at(back_at, lambda: fetch.end("the donor can't be reached"))
+        if self.is_frozen(donor):
+            return self.call_at(self._frozen[donor], lambda: self._serve(fetch))
+        is_chunk = isinstance(fetch.request, WantChunk)
+        if is_chunk and not uploads.begin():
+            return self.call_at(back_at, lambda: fetch.end(BUSY))
+        data = serve(store, fetch.request, store.config_bytes) or self._uncommitted(donor, fetch.request)
+        allowed_at = self.now + (uploads.wait_s(len(data), self.now) if is_chunk else 0.0)
+        self._sent_until[donor] = max(self.now, self._sent_until.get(donor, 0.0)) + len(data) / self.upload_bytes_per_s
+        sent_at = max(allowed_at, self._sent_until[donor])
+
+        def sent() -> None:
+            if is_chunk:
+                uploads.end()
+            arrives_at = max(self.now, self._frozen.get(donor, 0.0)) + self.latency_s
+            self.call_at(arrives_at, lambda: fetch.end("the connection broke" if self.is_cut(fetch.asker, donor) else data))
+
+        self.call_at(sent_at, sent)
+
+    def _uncommitted(self, donor: bytes, request: Record) -> bytes:
+        """An entry that the donor's member has and its trainer has not written yet."""
+        for outcome in self.members[donor].outcomes:
+            if isinstance(outcome, Committed) and isinstance(request, WantEntry) and outcome.checked.k == request.k:
+                return outcome.checked.entry.pack()
+        return b""
+
     def next_at(self) -> float | None:
         """When something happens next: a message arrives or a member's time has come."""
-        times = [event.at for event in self._events[:1]]
+        times = [event.at for event in self._events[:1]] + [at for at, _, _ in self._calls[:1]]
         for peer in self.members.keys() - self._dead:
             if (at := self._wake_at(peer)) is not None:
                 times.append(max(at, self._frozen.get(peer, 0.0)))
@@ -210,7 +279,9 @@ class LocalNetwork:
         if at is None:
             return False
         self.now = at
-        if self._events and self._events[0].at <= at:
+        if self._calls and self._calls[0][0] <= at:
+            heapq.heappop(self._calls)[2]()
+        elif self._events and self._events[0].at <= at:
             plain = self._choose is None
             due = [] if plain else sorted(event for event in self._events if event.at <= at)
             self._deliver(heapq.heappop(self._events) if plain else self._pick(due))
@@ -263,6 +334,12 @@ class LocalNetwork:
             self.step(at)
         return True
 
+    def wait(self, until: Callable[[], bool], timeout_s: float) -> None:
+        """As `run`, and time goes by where nothing happens."""
+        end = self.now + timeout_s
+        if not self.run(until, timeout_s):
+            self.now = max(self.now, end)
+
     def advance_to(self, at: float) -> None:
         """Let everything up to a moment happen."""
         self._wakes.clear()
@@ -274,12 +351,16 @@ class LocalNetwork:
 class LocalExchange:
     """One member's exchange on a `LocalNetwork`."""
 
-    def __init__(self, network: LocalNetwork, member: Member, store: Store | None = None) -> None:
+    def __init__(self, network: LocalNetwork, member: Member, store: Store | None = None,
+                 serve_bytes_per_s: float = math.inf) -> None:
+        """`serve_bytes_per_s`: of chunks of its pinned states."""
         self.network, self.member = network, member
+        self._tickets, self._answers = itertools.count(), dict[int, bytes | str]()
         self.peer_id = member.me
         network.add(member)
         if store is not None:
             network.stores[member.me] = store
+            network.uploads[member.me] = Uploads(serve_bytes_per_s)
 
     @property
     def traffic(self) -> Traffic:
@@ -308,13 +389,27 @@ class LocalExchange:
         self.member.distrust(peer, self.network.now)
         self.network.flush(self.member)
 
+    def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
+        ticket = next(self._tickets)
+
+        def answer(data: bytes | str) -> None:
+            fits = isinstance(data, str) or len(data) <= max_bytes
+            self._answers[ticket] = data if fits else f"{len(data)} bytes are the answer; at most {max_bytes} are read"
+
+        self.network.ask(_Fetch(self.peer_id, donor, request, answer))
+        return ticket
+
+    def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
+        self.network.wait(lambda: bool(self._answers), timeout_s)
+        answers, self._answers = self._answers, {}
+        return list(answers.items())
+
     def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
-        store = self.network.stores.get(donor)
-        if store is None or self.network.is_dead(donor) or self.network.is_cut(self.peer_id, donor):
-            raise StateUnavailable("the donor can't be reached")
-        answer = serve(store, request, store.config_bytes)
-        if len(answer) > max_bytes:
-            raise StateUnavailable(f"the donor answers with {len(answer)} bytes; at most {max_bytes} are read")
+        ticket = self.ask(donor, request, max_bytes)
+        self.network.run(lambda: ticket in self._answers)
+        answer = self._answers.pop(ticket, "the network stands still")
+        if isinstance(answer, str):
+            raise StateUnavailable(answer)
         return answer
 
     def waiting_for(self) -> str:

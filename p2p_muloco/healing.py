@@ -10,7 +10,6 @@ Cost of a fork of j entries: j entries to fetch, and a replay from the pinned st
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,12 +19,13 @@ from torch import Tensor
 from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.outer import eta_mu, outer_step
-from p2p_muloco.snapshot import Fetch, State, Store, fetch_entry, fetch_tip
+from p2p_muloco.snapshot import State, Store, fetch_tip
+from p2p_muloco.transfer import Asking, fetch_entries
 
 __all__ = ["Way", "apply_entry", "carried_work", "decoded_parts", "find_way"]
 
 LoadState = Callable[[], State]
-"""A verified state that the donor pinned; raises StateUnavailable or BadPacket."""
+"""A verified state that the donor pinned; raises StateUnavailable, BadPacket or DiskFull."""
 
 
 @dataclass
@@ -47,36 +47,26 @@ def apply_entry(law: Law, state: State, checked: Checked) -> None:
     state.tip = advance(law, state.tip, checked)
 
 
-def find_way(law: Law, own: Tip, store: Store, fetch: Fetch, donor: bytes, head: bytes, load_state: LoadState) -> Way:
-    """The way from `own` to a donor's chain that holds `head`, all of it verified and nothing changed yet.
+def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[bytes], head: bytes, load_state: LoadState) -> Way:
+    """The way from `own` to the first donor's chain that holds `head`, all of it verified and nothing changed yet.
 
-    Raise StateUnavailable if the donor can't show one, BadPacket if what it shows is false or of a lighter chain.
+    Raise StateUnavailable if the donors can't show one, BadPacket if what they show is false or of a lighter chain.
     """
-    entries = _entries_after(law, fetch, donor, own)
+    entries = fetch_entries(law, net, donors, own)
     if _reaches(own, entries, head):
         return Way(None, entries, [])
-    fork = _state_at_fork(law, store, own, fetch_tip(fetch, donor))
+    fork = _state_at_fork(law, store, own, fetch_tip(net.fetch, donors[0]))
     if fork is not None:
-        entries = _entries_after(law, fetch, donor, fork.tip)
+        entries = fetch_entries(law, net, donors, fork.tip)
         if _reaches(fork.tip, entries, head):
             _require_heavier(entries[-1].head, _tip_after(law, fork.tip, entries), own)
             return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
     base = load_state()
     _require_heavier(base.tip.head, base.tip, own)
-    entries = _entries_after(law, fetch, donor, base.tip)
+    entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):
         raise StateUnavailable("that peer could not show the entry it is said to hold")
     return Way(base, entries, _own_branch(law, store, base.tip, own))
-
-
-def _entries_after(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> list[Checked]:
-    """The donor's entries that hold on `tip`, verified and not yet applied."""
-    entries: list[Checked] = []
-    with contextlib.suppress(BadPacket):  # of another chain: what came before it is good
-        while (checked := fetch_entry(law, fetch, donor, tip)) is not None:
-            entries.append(checked)
-            tip = advance(law, tip, checked)
-    return entries
 
 
 def _reaches(tip: Tip, entries: Sequence[Checked], head: bytes) -> bool:

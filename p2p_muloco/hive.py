@@ -46,6 +46,7 @@ from p2p_muloco.packet import Packet
 from p2p_muloco.reports import Report, report_period_s
 from p2p_muloco.snapshot import Store, WantEntry, serve
 from p2p_muloco.swarm import Node
+from p2p_muloco.transfer import Uploads
 from p2p_muloco.wire import Record
 
 __all__ = ["HivemindExchange", "NetworkOptions"]
@@ -78,7 +79,7 @@ class HivemindExchange:
     def __init__(self, connection: Connection, process: multiprocessing.process.BaseProcess) -> None:
         self._connection, self._process = connection, process
         self._outcomes: collections.deque[Outcome] = collections.deque()
-        self._answers: dict[int, tuple[bytes | None, str]] = {}
+        self._answers: dict[int, bytes | str] = {}
         self._numbers = itertools.count()
         self._waiting_for = ""
         self.traffic = Traffic()
@@ -148,15 +149,26 @@ class HivemindExchange:
     def distrust(self, peer: bytes) -> None:
         self._send("distrust", peer)
 
+    def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
+        ticket = next(self._numbers)
+        self._send("fetch", ticket, donor, request, max_bytes)
+        return ticket
+
+    def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
+        until = time.monotonic() + timeout_s
+        while not self._answers and self._receive(max(0.0, until - time.monotonic())):
+            pass
+        answers, self._answers = self._answers, {}
+        return list(answers.items())
+
     def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
-        number = next(self._numbers)
-        self._send("fetch", number, donor, request, max_bytes)
-        while number not in self._answers:
+        ticket = self.ask(donor, request, max_bytes)
+        while ticket not in self._answers:
             if not self._receive(120.0):
                 raise StateUnavailable("the network process does not answer")
-        answer, trouble = self._answers.pop(number)
-        if answer is None:
-            raise StateUnavailable(trouble)
+        answer = self._answers.pop(ticket)
+        if isinstance(answer, str):
+            raise StateUnavailable(answer)
         return answer
 
     def waiting_for(self) -> str:
@@ -189,7 +201,7 @@ class HivemindExchange:
             outcome, self.traffic.sent, self.traffic.received = values
             self._outcomes.append(outcome)
         elif kind == "fetched":
-            self._answers[values[0]] = (values[1], values[2])
+            self._answers[values[0]] = values[1]
         elif kind == "status":
             self._waiting_for, self.addresses, self.met, self.reports = values
         return True
@@ -353,14 +365,15 @@ class _Hive:
         offsets = (law.layout.up_offsets, law.layout.down_offsets)
         largest = max(b - a for table in offsets for a, b in itertools.pairwise(table))
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
+        self.node.uploads = Uploads(rate_kbps * 125 / 2)  # the other half is left to exchanges
         self.member = self.options.member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
         self._drive(lambda member, now: member.set_roster(self.reports, now))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:
         try:
-            self._tell("fetched", number, await self.node.fetch(donor, request, max_bytes), "")
+            self._tell("fetched", number, await self.node.fetch(donor, request, max_bytes))
         except StateUnavailable as error:
-            self._tell("fetched", number, None, str(error))
+            self._tell("fetched", number, str(error))
 
     # -- what goes on by itself
 

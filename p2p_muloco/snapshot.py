@@ -2,19 +2,22 @@
 
     HOME/log/entry-000000042.bin             entries, so that newcomers can replay what they missed
     HOME/snapshots/000000050.safetensors     anchor and momentum, pinned at k = 0 mod `snapshot_every`
+    HOME/partial/000000050-HASH.safetensors  somebody's snapshot while its chunks arrive
 
 The last two snapshots stay, and the entries since the older one. Files appear by rename, so none is ever half written.
 A newcomer takes a snapshot in hashed chunks, then replays entries, which are small. Costs 8 bytes a parameter and
-snapshot: 160 GB for two of 10B parameters.
+snapshot: 160 GB for two of 10B parameters. All peers that pin a state pin the same bytes, so chunks come from any of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +29,16 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
-from p2p_muloco.errors import BadPacket, StateUnavailable
+from p2p_muloco.errors import BadPacket, DiskFull, StateUnavailable
 from p2p_muloco.packet import Layout
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
-__all__ = ["REQUESTS", "Fetch", "State", "Store", "WantChunk", "WantEntry", "WantManifest", "WantRun", "WantTip",
-           "fetch_entry", "fetch_state", "fetch_tip", "serve", "state_digest", "write_atomically"]
+__all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "Partial", "State", "Store", "WantChunk", "WantEntry", "WantManifest",
+           "WantRun", "WantTip", "chunk_bytes", "fetch_manifest", "fetch_tip", "serve", "state_digest", "write_atomically"]
 
-CHUNK_BYTES = 4 * 2**20
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20
+CHUNKS = 16  # of a small state, so that several donors share it
+BUSY = b"busy"  # in place of a chunk: ask another donor, or again later
 KEPT_SNAPSHOTS = 2
 
 Fetch = Callable[[bytes, Record, int], bytes]
@@ -65,9 +70,12 @@ class WantManifest(Record):
 
 @dataclass(frozen=True)
 class WantChunk(Record):
+    """One chunk of the state pinned after entry k; empty if there is none with this sha256, `BUSY` if too many ask."""
+
     KIND = 43
     k: int = integer(0, 2**40)
     index: int = integer(0, 2**24)
+    digest: bytes = raw(32)
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,34 @@ class WantTip(Record):
 
 
 REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip)}
+
+
+def chunk_bytes(size: int) -> int:
+    """Of all chunks but the last of a snapshot of `size` bytes."""
+    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, -(-size // CHUNKS)))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A pinned snapshot's entry, size in bytes and the sha256 of each chunk."""
+
+    k: int
+    size: int
+    digests: tuple[bytes, ...]
+
+    def start(self, index: int) -> int:
+        return index * chunk_bytes(self.size)
+
+    def length(self, index: int) -> int:
+        """Bytes of one chunk."""
+        return min(chunk_bytes(self.size), self.size - self.start(index))
+
+    def holds(self, index: int, data: bytes) -> bool:
+        return len(data) == self.length(index) and hashlib.sha256(data).digest() == self.digests[index]
+
+    @property
+    def name(self) -> str:
+        return f"{self.k:09d}-{hashlib.sha256(b''.join(self.digests)).hexdigest()[:16]}"
 
 
 @dataclass
@@ -129,7 +165,7 @@ class Store:
     """The folder that a peer serves others from, and resumes from. One writer, any number of readers."""
 
     def __init__(self, home: Path, layout: Layout, config_bytes: bytes) -> None:
-        self.log, self.snapshots = home / "log", home / "snapshots"
+        self.log, self.snapshots, self.partial = home / "log", home / "snapshots", home / "partial"
         self.layout, self.config_bytes = layout, config_bytes
         self.log.mkdir(parents=True, exist_ok=True)
         self.snapshots.mkdir(parents=True, exist_ok=True)
@@ -175,7 +211,7 @@ class Store:
             tensors[f"momentum/{name}"] = state.momentum[place].view(shape)
         path = self.snapshots / f"{state.tip.k:09d}.safetensors"
         path.with_suffix(".json").unlink(missing_ok=True)
-        metadata = {"tip": state.tip.pack().hex(), "format": "p2p-muloco-state-1"}
+        metadata = {"tip": state.tip.pack().hex()}  # one pair: safetensors writes several in any order
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
         digests = [hashlib.sha256(chunk).hexdigest() for chunk in _chunks(path)]
         text = json.dumps({"size": path.stat().st_size, "sha256": digests})
@@ -213,13 +249,16 @@ class Store:
                 return packed
         return b""
 
-    def chunk(self, k: int, index: int) -> bytes:
+    def chunk(self, k: int, index: int, digest: bytes) -> bytes:
+        """b'' if there is no such chunk here, or the disk has spoiled it."""
         try:
             with open(self.snapshots / f"{k:09d}.safetensors", "rb") as file:
-                file.seek(index * CHUNK_BYTES)
-                return file.read(CHUNK_BYTES)
+                length = chunk_bytes(os.fstat(file.fileno()).st_size)
+                file.seek(index * length)
+                chunk = file.read(length)
         except OSError:  # it is gone, or no file of this disk could be that long
             return b""
+        return chunk if hashlib.sha256(chunk).digest() == digest else b""
 
     def resume(self, law: Law) -> tuple[State, list[Checked]] | None:
         """The newest undamaged state, and the verified entries after it; None in a fresh folder."""
@@ -249,8 +288,65 @@ class Store:
 
 def _chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        length = chunk_bytes(os.fstat(file.fileno()).st_size)
+        while chunk := file.read(length):
             yield chunk
+
+
+class Partial:
+    """A snapshot on its way here, chunk by chunk in any order. What is on disk counts after a restart, by its hashes."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Take up the download of this very snapshot, or begin it in place of another; raise DiskFull."""
+        self.manifest, self.path = manifest, folder / f"{manifest.name}.safetensors"
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path != self.path:
+                path.unlink()
+        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 - until `close`
+        self._require_room()
+
+    def _require_room(self) -> None:
+        """For the rest of it, and for the copy that is pinned in the end."""
+        free = shutil.disk_usage(self.path.parent).free
+        needed = 2 * self.manifest.size - 512 * os.fstat(self._file.fileno()).st_blocks
+        if free < needed:
+            self.close()
+            raise DiskFull(f"--home {self.path.parent.parent}: taking the run's state needs {needed / 1e6:.0f} MB there and "
+                           f"{free / 1e6:.0f} MB are free; make room and start this peer again, it goes on from here")
+
+    def held(self) -> set[int]:
+        """Indices of the chunks that are here and true. Reads all of the file: about 1 s a gigabyte."""
+        return {index for index in range(len(self.manifest.digests)) if self.manifest.holds(index, self._read(index))}
+
+    def _read(self, index: int) -> bytes:
+        self._file.seek(self.manifest.start(index))
+        return self._file.read(self.manifest.length(index))
+
+    def write(self, index: int, chunk: bytes) -> None:
+        """Put a verified chunk in its place; raise DiskFull."""
+        try:
+            self._file.seek(self.manifest.start(index))
+            self._file.write(chunk)
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.close()
+            raise DiskFull(f"--home {self.path.parent.parent}: the disk is full at chunk {index} of the run's state; make room "
+                           "and start this peer again, it goes on from here") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of a full disk: what was not written is asked again
+            self._file.close()
+
+    def read(self, law: Law) -> State:
+        """The whole state; its file is deleted. Raise BadPacket if it breaks a rule."""
+        self.close()
+        try:
+            return read_state(law, self.path.read_bytes())
+        finally:
+            self.path.unlink()
 
 
 def max_entry_bytes(law: Law) -> int:
@@ -273,47 +369,23 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
         case WantTip():
             return store.tip()
         case WantChunk():
-            return store.chunk(request.k, request.index)
+            return store.chunk(request.k, request.index, request.digest)
     raise BadPacket("not a request")
 
 
-def fetch_entry(law: Law, fetch: Fetch, donor: bytes, tip: Tip) -> Checked | None:
-    """The verified entry after `tip`, None if the donor has none; raise BadPacket if it does not hold on this tip."""
-    packed = fetch(donor, WantEntry(tip.k + 1), max_entry_bytes(law))
-    return check_entry(law, tip, Entry.unpack(packed, max_entry_bytes(law))) if packed else None
-
-
-def fetch_state(law: Law, fetch: Fetch, donor: bytes, progress: Callable[[int, int], None]) -> State:
-    """A pinned snapshot of a donor, chunk by chunk; `progress(bytes_done, bytes_total)`. 
-    Raise StateUnavailable if there is none, BadPacket if it breaks a rule.
-    """
-    k, size, digests = _read_manifest(law, fetch(donor, WantManifest(), _max_manifest_bytes(law)))
-    whole = bytearray()
-    for index, digest in enumerate(digests):
-        chunk = fetch(donor, WantChunk(k, index), CHUNK_BYTES)
-        if hashlib.sha256(chunk).digest() != digest:
-            raise StateUnavailable(f"chunk {index} of the donor's state is not what its manifest says")
-        whole += chunk
-        progress(len(whole), size)
-    return read_state(law, bytes(whole))
-
-
 def _max_chunks(law: Law) -> int:
-    return -(-max_state_bytes(law) // CHUNK_BYTES)
+    return max(CHUNKS, -(-max_state_bytes(law) // MAX_CHUNK_BYTES))
 
 
-def _max_manifest_bytes(law: Law) -> int:
-    return 64 + 40 * _max_chunks(law)
-
-
-def _read_manifest(law: Law, packed: bytes) -> tuple[int, int, tuple[bytes, ...]]:
-    try:
-        most = max(3, _max_chunks(law))  # a tuple of the claimed length is made before its items are read
+def fetch_manifest(law: Law, fetch: Fetch, donor: bytes) -> Manifest:
+    """Of a donor's newest pinned state; raise StateUnavailable."""
+    packed, most = fetch(donor, WantManifest(), 64 + 40 * _max_chunks(law)), _max_chunks(law)
+    try:  # a tuple of the claimed length is made before its items are read
         k, size, digests = msgpack.unpackb(packed, use_list=False, max_array_len=most, max_map_len=0)
         if type(k) is type(size) is int and 0 <= k < 2**40 and 0 < size <= max_state_bytes(law):
-            hashes = type(digests) is tuple and all(type(digest) is bytes for digest in digests)
-            if hashes and len(digests) == -(-size // CHUNK_BYTES):
-                return k, size, digests
+            hashes = type(digests) is tuple and all(type(digest) is bytes and len(digest) == 32 for digest in digests)
+            if hashes and len(digests) == -(-size // chunk_bytes(size)):
+                return Manifest(k, size, digests)
     except Exception:  # msgpack raises many kinds on hostile bytes
         pass
     raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule")

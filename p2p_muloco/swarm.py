@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,8 @@ from p2p_muloco.reports import (
     shard_of,
     shards,
 )
-from p2p_muloco.snapshot import pack_request, read_request
+from p2p_muloco.snapshot import BUSY, WantChunk, pack_request, read_request
+from p2p_muloco.transfer import SLOWEST_BYTES_PER_S, Uploads
 from p2p_muloco.wire import Record, read_frame, write_frame
 
 __all__ = ["Node"]
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 TALK, BULK, FETCH = "/p2p-muloco/1/talk", "/p2p-muloco/1/bulk", "/p2p-muloco/1/fetch"
 OPEN_S = 5.0  # to open a stream, dialling included
 STALL_S = 20.0  # without any progress on a stream that should move
-SLOWEST_BYTES_PER_S = 62_500  # of a donor: 0.5 Mbit/s, or another is asked
+PIECE_BYTES = 2**16  # of an answer, between two looks at the upload's limit
 IDLE_S = 90.0  # after which an unused stream is closed
 MAX_TALK_BYTES = 64 * 1024
 GOODBYE = (0).to_bytes(4, "big")
@@ -148,6 +150,7 @@ class Node:
         self.on_message: Deliver = lambda sender, record: None
         self.on_gone: Gone = lambda peer: None
         self.serve: Serve = lambda request: b""
+        self.uploads = Uploads(math.inf)
         self.max_frame_bytes = MAX_TALK_BYTES
         self.bytes_sent = self.bytes_received = 0  # of exchanges
         self._links: dict[tuple[bytes, str], _Link] = {}
@@ -236,15 +239,30 @@ class Node:
             if size > 1024:
                 return
             request = read_request(await asyncio.wait_for(reader.readexactly(size), OPEN_S))
-            answer = await asyncio.get_running_loop().run_in_executor(None, self.serve, request)
-            writer.write(len(answer).to_bytes(8, "big"))
-            for at in range(0, len(answer), 2**18):
-                writer.write(memoryview(answer)[at : at + 2**18])
-                await asyncio.wait_for(writer.drain(), STALL_S)
+            await (self._answer_chunk(writer, request) if isinstance(request, WantChunk) else self._answer_one(writer, request))
         except (asyncio.IncompleteReadError, OSError, TimeoutError, BadPacket) as error:
             log.debug("a fetch was not answered: %r", error)
         finally:
             writer.close()
+
+    async def _answer_chunk(self, writer: asyncio.StreamWriter, request: WantChunk) -> None:
+        if not self.uploads.begin():
+            writer.write(len(BUSY).to_bytes(8, "big") + BUSY)
+            return await asyncio.wait_for(writer.drain(), STALL_S)
+        try:
+            await self._answer_one(writer, request, lambda size: self.uploads.wait_s(size, time.monotonic()))
+        finally:
+            self.uploads.end()
+
+    async def _answer_one(self, writer: asyncio.StreamWriter, request: Record,
+                          wait_s: Callable[[int], float] = lambda size: 0.0) -> None:
+        answer = await asyncio.get_running_loop().run_in_executor(None, self.serve, request)
+        writer.write(len(answer).to_bytes(8, "big"))
+        for at in range(0, len(answer), PIECE_BYTES):
+            piece = memoryview(answer)[at : at + PIECE_BYTES]
+            await asyncio.sleep(wait_s(len(piece)))
+            writer.write(piece)
+            await asyncio.wait_for(writer.drain(), STALL_S)
 
     async def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         """Ask a peer for stored bytes; raise StateUnavailable with the reason."""

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +35,8 @@ from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT, initial_weights
 from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
 from p2p_muloco.packet import Layout, Packet
-from p2p_muloco.snapshot import State, Store, fetch_state, max_entry_bytes
-from p2p_muloco.wire import Record
+from p2p_muloco.snapshot import State, Store, max_entry_bytes
+from p2p_muloco.transfer import AskingUntil, Progress, fetch_state
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
 
@@ -419,20 +419,23 @@ class Trainer:
         self.exchange.adopt(self.state.tip)
 
     def _follow(self, donor: bytes, behind: Behind) -> None:
-        way = find_way(self.law, self.state.tip, self.store, self._fetch, donor, behind.head,
-                       lambda: self._better_state(donor))
+        known = dict.fromkeys((donor, *behind.donors, *self.state.tip.members))
+        donors = tuple(peer for peer in known if peer != self.exchange.peer_id)
+        net = AskingUntil(self.exchange, lambda: self._stopping)
+        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.head, lambda: self._better_state(net, donors))
         if way.base is not None:
             self._rebase(way.base, way)
         for checked in way.entries:
             self.commit(checked, evaluate=checked is way.entries[-1])
 
-    def _better_state(self, donor: bytes) -> State:
-        """The donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
+    def _better_state(self, net: AskingUntil, donors: Sequence[bytes]) -> State:
+        """The first donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
 
-        def progress(done: int, total: int) -> None:
-            self.record({"event": "downloading", "bytes": done, "of": total})
+        def progress(now: Progress) -> None:
+            self.record({"event": "downloading", **dataclasses.asdict(now)})
 
-        state, own, run = fetch_state(self.law, self._fetch, donor, progress), self.state.tip, self.law.config.run
+        state = fetch_state(self.law, net, donors, self.store.partial, progress)
+        own, run = self.state.tip, self.law.config.run
         tip = state.tip
         if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:
             raise BadPacket("a state claims more steps than its entries can hold")
@@ -467,12 +470,6 @@ class Trainer:
         else:
             self._on_disk(lambda: self.store.restart_from(base))
         self.record({"event": "rebased", "from": k, "fork": base.tip.k, "carried_steps": self.steps})
-
-    def _fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
-        """Whoever is leaving catches up no further."""
-        if self._stopping:
-            raise StateUnavailable("this peer is leaving")
-        return self.exchange.fetch(donor, request, max_bytes)
 
     def _stand_at(self, state: State) -> None:
         """Own progress is carried over, but for what a packet said whose fate is unknown."""

@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["p2p_muloco"]):
     from p2p_muloco.errors import BadPacket, ConfigError, StateUnavailable
     from p2p_muloco.messages import KINDS
     from p2p_muloco.reports import Report, pack_report, read_report
-    from p2p_muloco.snapshot import REQUESTS, fetch_state, read_request, read_state
+    from p2p_muloco.snapshot import REQUESTS, fetch_manifest, read_request, read_state
     from p2p_muloco.wire import read_frame, write_frame
 
 chain.verify = lambda peer, purpose, message, signature: True  # who signs may write what it likes
@@ -53,7 +53,7 @@ def samples() -> list[tuple[Callable[[bytes], Any], list[bytes]]]:
         (applied, [entry_bytes()]),
         (read_report, [pack_report(Signed.make(REPORT, ME))]),
         (lambda b: read_state(SMALL, b), [sound_state(SMALL)]),
-        (lambda b: fetch_state(LAW, lambda donor, request, most: b, b"", lambda done, of: None), [b"\x93\x01\x05\x90"]),
+        (lambda b: fetch_manifest(LAW, lambda donor, request, most: b, b""), [b"\x93\x01\x05\x90"]),
         (RunConfig.from_bytes, [RunConfig().to_bytes()]),
         (lambda b: RunConfig.from_toml(b.decode(errors="replace")), [b"[run]\nseed = 1\n[inner]\nlr = 0.1\n"]),
         (JoinString._from_body, [b"\x94\xa1a\xc4\x00\xc4\x00\x91\xa1/"]),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from p2p_muloco.chain import Checked, Law, Tip, advance, check_entry, merged_update
 from p2p_muloco.config import CodecConfig, OuterConfig, RunConfig, RunSection
+from p2p_muloco.errors import StateUnavailable
 from p2p_muloco.exchange import Behind, Committed, Failed, Fault, LocalExchange, LocalNetwork, Outcome
 from p2p_muloco.identity import Identity
 from p2p_muloco.member import Member
 from p2p_muloco.outer import outer_step
 from p2p_muloco.packet import Layout, Packet
+from p2p_muloco.wire import Record
 
 SHAPES = {
     "embedding.weight": (24, 16),
@@ -48,6 +51,36 @@ def vector(law: Law, seed: int) -> Tensor:
 
 def packet(law: Law, x: Tensor, h: int = 8, state: bytes = bytes(32)) -> Packet:
     return Packet(payload=law.layout.encode(x), inner_steps=h, pace_mhz=1000, state=state)
+
+
+class Answering:
+    """The asking half of an exchange, over any function of (donor, request, most bytes) that returns bytes or raises."""
+
+    peer_id = b"me"
+
+    def __init__(self, answer: Callable[[bytes, Record, int], bytes]) -> None:
+        self._answer, self.time = answer, 0.0
+        self._came: list[tuple[int, bytes | str]] = []
+        self._tickets = itertools.count()
+
+    def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
+        ticket = next(self._tickets)
+        try:
+            self._came.append((ticket, self._answer(donor, request, max_bytes)))
+        except StateUnavailable as error:
+            self._came.append((ticket, str(error)))
+        return ticket
+
+    def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
+        came, self._came = self._came, []
+        self.time += 0.0 if came else timeout_s
+        return came
+
+    def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
+        return self._answer(donor, request, max_bytes)
+
+    def now(self) -> float:
+        return self.time
 
 
 class Swarm:

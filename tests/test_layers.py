@@ -17,7 +17,7 @@ LAYERS = [
     {"packet"},
     {"chain"},
     {"bounds", "messages", "reports", "snapshot"},
-    {"checkpoint", "held", "opinion", "reduce"},
+    {"checkpoint", "held", "opinion", "reduce", "transfer"},
     {"allreduce"},
     {"member"},
     {"exchange", "healing", "misbehave"},

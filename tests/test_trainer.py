@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import Answering
 
 from p2p_muloco.chain import Law, merged_update
 from p2p_muloco.config import CodecConfig, InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
@@ -18,7 +19,7 @@ from p2p_muloco.identity import Identity
 from p2p_muloco.model import GPT
 from p2p_muloco.outer import eta_mu, outer_step
 from p2p_muloco.simulate import local_trainer, run_swarm
-from p2p_muloco.snapshot import Store
+from p2p_muloco.snapshot import Store, chunk_bytes
 from p2p_muloco.trainer import InnerLoop, Trainer, flat_weights, genesis_state, load_flat
 
 CORPUS: list[Corpus] = []
@@ -115,7 +116,7 @@ def test_a_folder_resumes_at_its_last_entry(tmp_path: Path) -> None:
     assert older is not None and older[0].tip.k == 2 and [c.k for c in older[1]] == [3]
 
 
-class Scripted:
+class Scripted(Answering):
     """An exchange that answers what a test tells it; everything else of the trainer is real."""
 
     peer_id = Identity(bytes([1]) * 32).peer_id
@@ -123,7 +124,9 @@ class Scripted:
     def __init__(self, trainer_law: Law) -> None:
         from p2p_muloco.exchange import Traffic
 
-        self.traffic, self.time, self.outcome, self.begun = Traffic(), 0.0, None, []
+        super().__init__(lambda donor, request, max_bytes: self.serve(request))
+        self.serve: Callable[[Any], bytes] = lambda request: b""
+        self.traffic, self.outcome, self.begun = Traffic(), None, []
         self.law = trainer_law
 
     def begin(self, packet: Any) -> None:
@@ -139,14 +142,8 @@ class Scripted:
     def withdraw(self) -> None: ...
     def adopt(self, tip: Any) -> None: ...
     def distrust(self, peer: bytes) -> None: ...
-    def fetch(self, donor: bytes, request: Any, max_bytes: int) -> bytes:
-        return b""
-
     def waiting_for(self) -> str:
         return ""
-
-    def now(self) -> float:
-        return self.time
 
 
 def scripted(l: Law, folder: Path) -> tuple[Trainer, Scripted]:  # noqa: E741
@@ -363,7 +360,7 @@ def test_a_donor_that_lies_about_its_state_changes_nothing(tmp_path: Path, claim
             "stranger": {"recent": (b"\x05" * 32, b"\x06" * 32), "head": b"\x06" * 32}}
     lie = dataclasses.replace(tip, **lies.get(claim, {}))
     store = Store(tmp_path / "liar", l.layout, b"")
-    store.pin(dataclasses.replace(honest.state, tip=lie))
+    store.restart_from(dataclasses.replace(honest.state, tip=lie))
     path = tmp_path / "liar" / "snapshots" / f"{tip.k:09d}.safetensors"
     if claim == "nested":
         rewrite(store, path, (100_000).to_bytes(8, "little") + b"[" * 100_000)
@@ -372,7 +369,7 @@ def test_a_donor_that_lies_about_its_state_changes_nothing(tmp_path: Path, claim
     from p2p_muloco.exchange import Behind
     from p2p_muloco.snapshot import serve
 
-    exchange.fetch = lambda donor, request, max_bytes: serve(store, request, b"")  # type: ignore[method-assign]
+    exchange.serve = lambda request: serve(store, request, b"")
     before = (trainer.state.tip, trainer.state.digest, trainer.ended)
     trainer.catch_up(Behind(99, lie.head, (b"liar",)))
     assert (trainer.state.tip, trainer.state.digest, trainer.ended) == before
@@ -384,8 +381,9 @@ def rewrite(store: Store, path: Path, whole: bytes) -> None:
     import json
 
     path.write_bytes(whole)
-    assert len(whole) < 4 * 2**20
-    path.with_suffix(".json").write_text(json.dumps({"size": len(whole), "sha256": [hashlib.sha256(whole).hexdigest()]}))
+    length = chunk_bytes(len(whole))
+    digests = [hashlib.sha256(whole[at : at + length]).hexdigest() for at in range(0, len(whole), length)]
+    path.with_suffix(".json").write_text(json.dumps({"size": len(whole), "sha256": digests}))
 
 
 def test_another_chains_state_takes_the_place_of_the_abandoned_one(tmp_path: Path) -> None:
