@@ -260,7 +260,7 @@ class LocalNetwork:
 
     def _uncommitted(self, donor: bytes, request: Record) -> bytes:
         """An entry that the donor's member has and its trainer has not written yet."""
-        for outcome in self.members[donor].outcomes:
+        for outcome in self.members[donor].outcomes if donor in self.members else ():
             if isinstance(outcome, Committed) and isinstance(request, WantEntry) and outcome.checked.k == request.k:
                 return outcome.checked.entry.pack()
         return b""
