@@ -24,8 +24,11 @@ from p2p_muloco.transfer import Asking, fetch_entries
 
 __all__ = ["Way", "apply_entry", "carried_work", "decoded_parts", "find_way"]
 
-LoadState = Callable[[], State]
-"""A verified state that the donor pinned; raises StateUnavailable, BadPacket or DiskFull."""
+LoadState = Callable[[Tip, Sequence[bytes]], State]
+"""(the first donor's tip, donors) -> a verified state that the first one pinned.
+
+Raises StateUnavailable, BadPacket or DiskFull.
+"""
 
 
 @dataclass
@@ -55,13 +58,15 @@ def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[byt
     entries = fetch_entries(law, net, donors, own)
     if _reaches(own, entries, head):
         return Way(None, entries, [])
-    fork = _state_at_fork(law, store, own, fetch_tip(net.fetch, donors[0]))
+    theirs = fetch_tip(net.fetch, donors[0])
+    donors = tuple(dict.fromkeys((*donors, *theirs.members)))
+    fork = _state_at_fork(law, store, own, theirs)
     if fork is not None:
         entries = fetch_entries(law, net, donors, fork.tip)
         if _reaches(fork.tip, entries, head):
             _require_heavier(entries[-1].head, _tip_after(law, fork.tip, entries), own)
             return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
-    base = load_state()
+    base = load_state(theirs, donors)
     _require_heavier(base.tip.head, base.tip, own)
     entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):

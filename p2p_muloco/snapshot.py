@@ -222,6 +222,7 @@ class Store:
         """Another chain's state takes the place of all that is here."""
         self.cut(state.tip, -1)
         self.pin(state)
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def pinned(self) -> list[int]:
         """Entry numbers of the kept snapshots, oldest first."""
@@ -341,12 +342,13 @@ class Partial:
             self._file.close()
 
     def read(self, law: Law) -> State:
-        """The whole state; its file is deleted. Raise BadPacket if it breaks a rule."""
+        """The whole state. Raise BadPacket if it breaks a rule; then it is deleted."""
         self.close()
         try:
             return read_state(law, self.path.read_bytes())
-        finally:
+        except BadPacket:
             self.path.unlink()
+            raise
 
 
 def max_entry_bytes(law: Law) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from p2p_muloco.bounds import clip_to_limits, largest_lr, step_limits
-from p2p_muloco.chain import Checked, Entry, Hello, Law, check_entry
+from p2p_muloco.chain import Checked, Entry, Hello, Law, Tip, check_entry
 from p2p_muloco.checkpoint import Checkpoint, Checkpoints, Numbers, Pending
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
@@ -422,19 +422,20 @@ class Trainer:
         known = dict.fromkeys((donor, *behind.donors, *self.state.tip.members))
         donors = tuple(peer for peer in known if peer != self.exchange.peer_id)
         net = AskingUntil(self.exchange, lambda: self._stopping)
-        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.head, lambda: self._better_state(net, donors))
+        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.head,
+                       lambda theirs, donors: self._better_state(net, theirs, donors))
         if way.base is not None:
             self._rebase(way.base, way)
         for checked in way.entries:
             self.commit(checked, evaluate=checked is way.entries[-1])
 
-    def _better_state(self, net: AskingUntil, donors: Sequence[bytes]) -> State:
+    def _better_state(self, net: AskingUntil, theirs: Tip, donors: Sequence[bytes]) -> State:
         """The first donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""
 
         def progress(now: Progress) -> None:
             self.record({"event": "downloading", **dataclasses.asdict(now)})
 
-        state = fetch_state(self.law, net, donors, self.store.partial, progress)
+        state = fetch_state(self.law, net, theirs, donors, self.store.partial, progress)
         own, run = self.state.tip, self.law.config.run
         tip = state.tip
         if tip.weight > tip.k * run.max_group * self.law.max_h or tip.tokens > tip.weight * self.law.config.tokens_per_step:

@@ -26,7 +26,6 @@ from p2p_muloco.snapshot import (
     WantChunk,
     WantEntry,
     fetch_manifest,
-    fetch_tip,
     max_entry_bytes,
 )
 from p2p_muloco.wire import Record
@@ -266,21 +265,21 @@ class Uploads:
 # -- the loops
 
 
-def fetch_state(law: Law, net: Asking, donors: Sequence[bytes], folder: Path, progress: Callable[[Progress], None]) -> State:
-    """The state that the first donor has pinned, from all of them and its chain's members; `folder` keeps what has come.
+def fetch_state(law: Law, net: Asking, theirs: Tip, donors: Sequence[bytes], folder: Path,
+                progress: Callable[[Progress], None]) -> State:
+    """The state that the first donor, who stands at `theirs`, has pinned, from all of them; `folder` keeps what has come.
 
     Raise StateUnavailable if nobody has it or this link can't keep up with the run, BadPacket if it breaks a rule, DiskFull.
     """
-    theirs = fetch_tip(net.fetch, donors[0])
     partial = Partial(folder, fetch_manifest(law, net.fetch, donors[0]))
     try:
-        _fill(law, net, dict.fromkeys((*donors, *theirs.members)), theirs, partial, progress)
+        _fill(law, net, donors, theirs, partial, progress)
     finally:
         partial.close()
     return partial.read(law)
 
 
-def _fill(law: Law, net: Asking, donors: Iterable[bytes], theirs: Tip, partial: Partial,
+def _fill(law: Law, net: Asking, donors: Sequence[bytes], theirs: Tip, partial: Partial,
           progress: Callable[[Progress], None]) -> None:
     manifest = partial.manifest
     download = Download(net.peer_id, manifest, donors, partial.held())
@@ -290,7 +289,7 @@ def _fill(law: Law, net: Asking, donors: Iterable[bytes], theirs: Tip, partial: 
         suspect = not judged and net.now() > began_at + JUDGED_AFTER_S and download.rate(net.now()) < _needed(law, theirs)
         if suspect and not tickets:  # chunks may be slow because their donors are busy; entries are not
             judged = True
-            _judge_link(law, net, next(iter(donors)), theirs)
+            _judge_link(law, net, donors[0], theirs)
         for donor, index in [] if suspect and not judged else download.asks(net.now()):
             request = WantChunk(manifest.k, index, manifest.digests[index])
             tickets[net.ask(donor, request, max(len(BUSY), manifest.length(index)))] = donor, index

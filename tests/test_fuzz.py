@@ -72,7 +72,6 @@ from p2p_muloco.snapshot import (
     State,
     Store,
     WantManifest,
-    WantTip,
     chunk_bytes,
     fetch_manifest,
     max_state_bytes,
@@ -414,9 +413,10 @@ def take(donor: Callable[[Record], bytes], folder: Path) -> list[Record]:
     def answer(peer: bytes, request: Record, most: int) -> bytes:
         assert type(request).unpack(request.pack()) == request, "we ask for nothing that breaks a rule"
         asked.append(request)
-        return LAW.genesis.pack() if isinstance(request, WantTip) else donor(request)
+        return donor(request)
 
-    assert refused_or(lambda: fetch_state(LAW, kit.Answering(answer), [b"donor"], folder, lambda progress: None)) is None
+    net, tip = kit.Answering(answer), LAW.genesis
+    assert refused_or(lambda: fetch_state(LAW, net, tip, [b"donor"], folder, lambda progress: None)) is None
     return asked
 
 
