@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-__all__ = ["PeerView", "console", "describe_round", "in_bytes"]
+__all__ = ["PeerView", "console", "describe_named", "describe_round", "in_bytes"]
 
 QUIET_S = 10.0  # between two plain lines about the same wait
 
@@ -36,6 +36,10 @@ def describe_round(record: dict[str, Any]) -> str:
     return (f"round {record['round']:<4} held-out {number('heldout_loss', '.3f')}  training {number('loss', '.3f')}  {share}, "
             f"{mine}  exchange {number('exchange_s', '.1f')} s  sent {in_bytes(record['bytes_sent'])}  "
             f"head {record['digest'][:12]}")
+
+
+def describe_named(peer_id: str, name: str, why: str, round_: int) -> str:
+    return f"...{peer_id[-6:]}{f' ({name})' if name else ''}: {why} (round {round_})"
 
 
 class PeerView:
@@ -81,6 +85,8 @@ class PeerView:
                 self.say(f"{record['reason']}: training goes on, but others and a next start do without; make room")
             case "silent_difference":
                 self.say(f"WARNING: {record['peers']} peers hold other weights under the same head at round {record['round']}")
+            case "named":
+                self.say(describe_named(record["peer_id"], record["name"], record["why"], record["round"]))
             case "downloading":
                 self.wait(f"state: {in_bytes(record['bytes'])} of {in_bytes(record['of'])}")
 

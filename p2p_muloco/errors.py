@@ -6,11 +6,12 @@
       BadPacket           bytes from another peer break a rule; costs one record, never the process
       StateUnavailable    nobody could hand over the state that is needed
       NetworkError        the swarm, an address or a port can't be used
+      ClockError          this machine's clock is too far from the others'
 """
 
 from __future__ import annotations
 
-__all__ = ["BadPacket", "ConfigError", "CorpusError", "MulocoError", "NetworkError", "StateUnavailable"]
+__all__ = ["BadPacket", "ClockError", "ConfigError", "CorpusError", "MulocoError", "NetworkError", "StateUnavailable"]
 
 
 class MulocoError(Exception):
@@ -37,3 +38,7 @@ class StateUnavailable(MulocoError):
 
 class NetworkError(MulocoError):
     exit_code = 4
+
+
+class ClockError(MulocoError):
+    exit_code = 2

@@ -36,10 +36,10 @@ from p2p_muloco.reports import (
     shard_of,
     shards,
 )
-from p2p_muloco.snapshot import pack_request, read_request
+from p2p_muloco.snapshot import WantTime, pack_request, read_request
 from p2p_muloco.wire import Record, read_frame, write_frame
 
-__all__ = ["Node"]
+__all__ = ["Clock", "Node"]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ SKEW_S = 3.0  # that hivemind tolerates
 Deliver = Callable[[bytes, Record], None]
 Gone = Callable[[bytes], None]
 Serve = Callable[[Record], bytes]
+Clock = Callable[[], float]
+"""Unix seconds."""
 
 
 class ReportsOnly(RecordValidatorBase):
@@ -143,8 +145,10 @@ class _Link:
 class Node:
     """A peer's place in the network. `on_message` and `on_gone` are called from the loop; `serve` answers fetches."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str, guard: subprocess.Popen[bytes]) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str, guard: subprocess.Popen[bytes],
+                 clock: Clock) -> None:
         self.p2p, self.dht, self.identity, self.run_id, self._guard = p2p, dht, identity, run_id, guard
+        self.clock = clock
         self.on_message: Deliver = lambda sender, record: None
         self.on_gone: Gone = lambda peer: None
         self.serve: Serve = lambda request: b""
@@ -154,7 +158,7 @@ class Node:
 
     @classmethod
     async def start(cls, identity_path: Path, run_id: str, listen: Sequence[str], initial_peers: Sequence[str] = (), *,
-                    announce: Sequence[str] = (), dht_client: bool = False) -> Node:
+                    announce: Sequence[str] = (), dht_client: bool = False, clock: Clock = time.time) -> Node:
         """Start the daemon and enter the DHT; raise NetworkError that names the address or port that failed."""
         identity = Identity.load_or_create(identity_path)
         public = not all("127.0.0.1" in address for address in listen)
@@ -177,7 +181,7 @@ class Node:
             await p2p.shutdown()
             guard.kill()
             raise NetworkError(f"no DHT answered at {', '.join(initial_peers)}: {error}") from None
-        node = cls(p2p, dht, identity, run_id, guard)
+        node = cls(p2p, dht, identity, run_id, guard, clock)
         for protocol, handler in ((TALK, node._hear), (BULK, node._hear), (FETCH, node._answer)):
             await p2p.add_binary_stream_handler(protocol, handler)
         return node
@@ -236,7 +240,7 @@ class Node:
             if size > 1024:
                 return
             request = read_request(await asyncio.wait_for(reader.readexactly(size), OPEN_S))
-            answer = await asyncio.get_running_loop().run_in_executor(None, self.serve, request)
+            answer = await asyncio.get_running_loop().run_in_executor(None, self._bytes_for, request)
             writer.write(len(answer).to_bytes(8, "big"))
             for at in range(0, len(answer), 2**18):
                 writer.write(memoryview(answer)[at : at + 2**18])
@@ -245,6 +249,11 @@ class Node:
             log.debug("a fetch was not answered: %r", error)
         finally:
             writer.close()
+
+    def _bytes_for(self, request: Record) -> bytes:
+        if isinstance(request, WantTime):
+            return round(self.clock() * 1000).to_bytes(8, "big")
+        return self.serve(request)
 
     async def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         """Ask a peer for stored bytes; raise StateUnavailable with the reason."""
