@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-__all__ = ["PeerView", "console", "describe_round", "in_bytes"]
+__all__ = ["PeerView", "console", "describe_named", "describe_round", "in_bytes"]
 
 QUIET_S = 10.0  # between two plain lines about the same wait
 
@@ -45,6 +45,10 @@ def describe_download(record: dict[str, Any]) -> str:
     donors = f"{record['donors']} donor" + "s" * (record["donors"] != 1)
     return (f"taking the run's state, {bar} {in_bytes(record['bytes'])} of {in_bytes(record['of'])} from {donors}"
             + ("" if left is None else f", {left:.0f} s left"))
+
+
+def describe_named(peer_id: str, name: str, why: str, round_: int) -> str:
+    return f"...{peer_id[-6:]}{f' ({name})' if name else ''}: {why} (round {round_})"
 
 
 class PeerView:
@@ -90,6 +94,8 @@ class PeerView:
                 self.say(f"{record['reason']}: training goes on, but others and a next start do without; make room")
             case "silent_difference":
                 self.say(f"WARNING: {record['peers']} peers hold other weights under the same head at round {record['round']}")
+            case "named":
+                self.say(describe_named(record["peer_id"], record["name"], record["why"], record["round"]))
             case "downloading":
                 self.wait(describe_download(record))
 

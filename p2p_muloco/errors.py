@@ -7,11 +7,13 @@
       StateUnavailable    nobody could hand over the state that is needed
       DiskFull            the folder of this peer has no room for what it must keep
       NetworkError        the swarm, an address or a port can't be used
+      ClockError          this machine's clock is too far from the others'
 """
 
 from __future__ import annotations
 
-__all__ = ["BadPacket", "ConfigError", "CorpusError", "DiskFull", "MulocoError", "NetworkError", "StateUnavailable"]
+__all__ = ["BadPacket", "ClockError", "ConfigError", "CorpusError", "DiskFull", "MulocoError", "NetworkError",
+           "StateUnavailable"]
 
 
 class MulocoError(Exception):
@@ -42,3 +44,7 @@ class DiskFull(MulocoError):
 
 class NetworkError(MulocoError):
     exit_code = 4
+
+
+class ClockError(MulocoError):
+    exit_code = 2

@@ -38,14 +38,15 @@ import uvloop
 from p2p_muloco.addresses import reachable_addresses
 from p2p_muloco.chain import NODE, Law, Tip
 from p2p_muloco.config import RunConfig
+from p2p_muloco.door import measure_skew, refuse_twin
 from p2p_muloco.errors import MulocoError, NetworkError, StateUnavailable
 from p2p_muloco.exchange import Outcome, Traffic
 from p2p_muloco.member import Committed, Member
 from p2p_muloco.messages import FRAME_BYTES
 from p2p_muloco.packet import Packet
-from p2p_muloco.reports import Report, report_period_s
+from p2p_muloco.reports import Named, Report, report_period_s, with_named
 from p2p_muloco.snapshot import Store, WantEntry, serve
-from p2p_muloco.swarm import Node
+from p2p_muloco.swarm import Clock, Node
 from p2p_muloco.transfer import Uploads
 from p2p_muloco.wire import Record
 
@@ -70,6 +71,8 @@ class NetworkOptions:
     initial_peers: tuple[str, ...] = ()
     fallback_peers: tuple[str, ...] = ()  # met in an earlier life; tried if none of the others answers
     announce: tuple[str, ...] = ()
+    returning: bool = False  # with an identity that may be in use: it was not made just now
+    clock: Clock = time.time
     member: Callable[..., Any] = Member
 
 
@@ -87,10 +90,12 @@ class HivemindExchange:
         self.peer_id = b""
         self.addresses: list[str] = []
         self.met: list[str] = []  # addresses of peers this one is connected to
+        self.named: list[Named] = []  # by this peer's own opinion, the newest last
+        self.warning = ""  # of the start
 
     @classmethod
     def start(cls, options: NetworkOptions) -> HivemindExchange:
-        """Fork, enter the DHT, and return when this peer can be reached; raise NetworkError with the cause."""
+        """Fork, enter the DHT, and return when this peer can be reached; raise MulocoError with the cause."""
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         process = context.Process(target=_network_process, args=(ours, theirs, options), name="p2p-muloco-network")
@@ -102,14 +107,14 @@ class HivemindExchange:
                 raise NetworkError(f"the network did not start within {START_S:.0f} s; is this machine overloaded?")
             kind, *values = ours.recv()
             if kind == "failed":
-                raise NetworkError(values[0])
+                raise values[0]
         except EOFError:
             exchange.close()
             raise NetworkError("the network process ended while it started") from None
         except BaseException:
             exchange.close()
             raise
-        exchange.peer_id, exchange.addresses = values
+        exchange.peer_id, exchange.addresses, exchange.warning = values
         return exchange
 
     def open(self, law: Law, tip: Tip, store_home: Path, rate_kbps: int) -> None:
@@ -203,7 +208,7 @@ class HivemindExchange:
         elif kind == "fetched":
             self._answers[values[0]] = values[1]
         elif kind == "status":
-            self._waiting_for, self.addresses, self.met, self.reports = values
+            self._waiting_for, self.addresses, self.met, self.reports, self.named = values
         return True
 
 
@@ -241,7 +246,7 @@ class _Hive:
         try:
             await self._enter_network()
         except MulocoError as error:
-            self._send_quietly(("failed", str(error)))
+            self._send_quietly(("failed", error))
             return
         threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
         self._spawn(self._look_around())
@@ -260,9 +265,17 @@ class _Hive:
             if not o.fallback_peers:
                 raise
             good = await reachable_addresses(o.fallback_peers)
-        self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce)
+        if o.returning:
+            await refuse_twin(o.identity_path, o.run_id, good)
+        self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce, clock=o.clock)
+        try:
+            skew = await measure_skew(self.node, good)
+            warning = skew.warning() if skew else ""
+        except MulocoError:
+            await self.node.stop()
+            raise
         self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
-        self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses()))
+        self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses(), warning))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -390,8 +403,12 @@ class _Hive:
         report = self.report
         while report is not None and report is self.report:
             with contextlib.suppress(Exception):
-                await self.node.publish(dataclasses.replace(report, at_s=int(time.time())), len(self.reports))
+                current = with_named(dataclasses.replace(report, at_s=int(time.time())), self._named())
+                await self.node.publish(current, len(self.reports))
             await asyncio.sleep(2 * report_period_s(len(self.reports)))
+
+    def _named(self) -> list[Named]:
+        return [] if self.member is None else [Named(peer, *said) for peer, said in self.member.opinion.named.items()]
 
     async def _tell_status(self) -> None:
         own: list[str] = []
@@ -403,5 +420,5 @@ class _Hive:
                 with contextlib.suppress(Exception):  # p2pd is busy: the last answer stands
                     own, met = await self.node.addresses(), await self.node.known_addresses()
             waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
-            self._tell("status", waiting, own, met, dict(self.reports))
+            self._tell("status", waiting, own, met, dict(self.reports), self._named())
             await asyncio.sleep(STATUS_S)

@@ -23,11 +23,12 @@ from p2p_muloco.errors import ConfigError, NetworkError, StateUnavailable
 from p2p_muloco.exchange import Behind
 from p2p_muloco.hive import HivemindExchange, NetworkOptions
 from p2p_muloco.home import StepCount
-from p2p_muloco.identity import Identity, parse_peer_id
+from p2p_muloco.identity import Identity, parse_peer_id, peer_name
 from p2p_muloco.member import Member
 from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
-from p2p_muloco.reports import Report
+from p2p_muloco.opinion import WHY
+from p2p_muloco.reports import Named, Report
 from p2p_muloco.snapshot import Store, WantRun, write_atomically
 from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
 
@@ -49,6 +50,7 @@ class PeerNetwork:
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     upload_mbit: float = 20.0
+    clock: Callable[[], float] = time.time  # unix seconds, compared with other peers'
     member: Callable[..., Any] = Member  # builds this peer's side of the protocol
 
 
@@ -94,13 +96,18 @@ class Peer:
         known = tuple(json.loads(met.read_text())) if met.exists() else ()
         addresses = tuple(dict.fromkeys((*self._network.initial_peers, *join.addresses)))
         self._say(f"entering the network of run {join.run_id} through {len(addresses)} known address(es)")
+        identity_path = self.config.home / "identity.key"
         options = NetworkOptions(
-            identity_path=self.config.home / "identity.key", run_id=join.run_id, listen=self._network.listen,
-            initial_peers=addresses, fallback_peers=known, announce=self._network.announce, member=self._network.member,
+            identity_path=identity_path, run_id=join.run_id, listen=self._network.listen,
+            initial_peers=addresses, fallback_peers=known, announce=self._network.announce, returning=identity_path.exists(),
+            clock=self._network.clock, member=self._network.member,
         )
-        Identity.load_or_create(options.identity_path)
+        Identity.load_or_create(identity_path)
         self._donors = [parse_peer_id(address.rpartition("/")[2]) for address in (*addresses, *known)]
-        return HivemindExchange.start(options)
+        exchange = HivemindExchange.start(options)
+        if exchange.warning:
+            self._say(f"WARNING: {exchange.warning}")
+        return exchange
 
     def _run_config(self, join: JoinString) -> RunConfig:
         """The run's law, from this folder or from whoever serves the bytes that hash to what the join string says."""
@@ -140,13 +147,22 @@ class Peer:
             inner.cursor = trainer.total_steps = self.executed.n
         trainer.max_rounds = None if peer.max_rounds is None else trainer.rounds + peer.max_rounds
         trainer.on_step, trainer.record = self.executed.add, self._record
+        self._named: list[Named] = []
         self.trainer, self._began_with = trainer, (trainer.total_steps, trainer.rounds)
 
     def _record(self, record: dict[str, Any]) -> None:
-        self.metrics(record)
         if record["event"] == "round":
             self._remember_met()
             self.publish()
+        self._tell(record)
+        reports, known = self.exchange.reports, self._named
+        self._named = self.exchange.named
+        for peer, why, k in (named for named in self._named if named not in known):
+            name = reports[peer].name if peer in reports else ""
+            self._tell({"event": "named", "peer_id": peer_name(peer), "name": name, "why": WHY[why], "round": k})
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        self.metrics(record)
         self.on_record(record)
 
     def publish(self) -> None:
@@ -158,7 +174,7 @@ class Peer:
             run_id=self.law.config.run_id, peer=self.exchange.peer_id, name=self.config.name[:32], k=tip.k, head=tip.head,
             inner_steps=trainer.total_steps, tokens_total=trainer.total_steps * self.law.config.tokens_per_step,
             tokens_per_s=float(rate), loss=min(float(loss), 1e6), device=str(self.device), version=__version__,
-            at_s=int(time.time()),
+            at_s=int(time.time()), named=(), named_why=(), named_round=(),  # the network fills those in
         ))
 
     def catch_up(self) -> None:

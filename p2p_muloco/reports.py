@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgpack
 
 from p2p_muloco.chain import Signed
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES
-from p2p_muloco.wire import Record, integer, raw, real, text
+from p2p_muloco.opinion import WHY
+from p2p_muloco.wire import Record, integer, many, raw, real, text
 
-__all__ = ["MAX_REPORT_BYTES", "Report", "pack_report", "read_report", "read_reports", "report_period_s", "shard_of", "shards"]
+__all__ = ["MAX_REPORT_BYTES", "Named", "Report", "Said", "pack_report", "read_report", "read_reports", "report_period_s",
+           "said_of", "shard_of", "shards", "with_named"]
 
 MAX_REPORT_BYTES = 512
 MAX_TTL_S = 120.0
+MAX_NAMED = 2
 SHARDS = 4  # one DHT key with 1,000 records loses half of them; 250 records of 400 bytes stay whole
 
 
@@ -36,6 +41,48 @@ class Report(Record):
     device: str = text(48)
     version: str = text(16)
     at_s: int = integer(0, 2**40)  # unix seconds at the sender
+    named: tuple[bytes, ...] = many(raw(PEER_ID_BYTES), 0, MAX_NAMED)  # peers that did wrong, by this one's opinion
+    named_why: tuple[int, ...] = many(integer(0, len(WHY) - 1), 0, MAX_NAMED)
+    named_round: tuple[int, ...] = many(integer(0, 2**40), 0, MAX_NAMED)
+
+    def names(self) -> list[Named]:
+        return list(map(Named, self.named, self.named_why, self.named_round))
+
+
+class Named(NamedTuple):
+    """Peer `peer` did WHY[why] in round `k`."""
+
+    peer: bytes
+    why: int
+    k: int
+
+
+class Said(NamedTuple):
+    """`peers` peers report `named`; they may differ in why and round."""
+
+    named: Named
+    peers: int
+
+
+def with_named(report: Report, named: Iterable[Named]) -> Report:
+    """The report with the last of `named`: at most two, and no more than its size allows."""
+    others = [one for one in named if one.peer != report.peer]
+    for n in range(min(MAX_NAMED, len(others)), 0, -1):
+        peers, whys, rounds = zip(*others[-n:], strict=True)
+        fuller = replace(report, named=peers, named_why=whys, named_round=rounds)
+        if len(fuller.pack()) <= Report.MAX_BYTES:
+            return fuller
+    return report
+
+
+def said_of(reports: Iterable[Report]) -> list[Said]:
+    """What is said of each named peer: most often, then last; the most named peer first."""
+    words: dict[bytes, list[Named]] = {}
+    for report in reports:
+        for named in {one.peer: one for one in report.names()}.values():
+            words.setdefault(named.peer, []).append(named)
+    found = [Said(max(Counter(said).items(), key=lambda item: (item[1], item[0].k))[0], len(said)) for said in words.values()]
+    return sorted(found, key=lambda said: (-said.peers, said.named))
 
 
 def pack_report(signed: Signed) -> bytes:
@@ -57,6 +104,8 @@ def read_report(packed: object) -> Report:
     report = Report.unpack(body)
     if not Signed(body, signature).by("Report", report.peer):
         raise BadPacket("a report is not signed by its peer")
+    if not len(report.named) == len(report.named_why) == len(report.named_round):
+        raise BadPacket("a report does not say of each named peer why and when")
     return report
 
 

@@ -34,7 +34,8 @@ from p2p_muloco.packet import Layout
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
 __all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "Partial", "State", "Store", "WantChunk", "WantEntry", "WantManifest",
-           "WantRun", "WantTip", "chunk_bytes", "fetch_manifest", "fetch_tip", "serve", "state_digest", "write_atomically"]
+           "WantRun", "WantTime", "WantTip", "chunk_bytes", "fetch_manifest", "fetch_tip", "serve", "state_digest",
+           "write_atomically"]
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20
 CHUNKS = 16  # of a small state, so that several donors share it
@@ -85,7 +86,14 @@ class WantTip(Record):
     KIND = 44
 
 
-REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip)}
+@dataclass(frozen=True)
+class WantTime(Record):
+    """The other's clock: unix milliseconds, 8 bytes, big-endian. Answered by every node itself."""
+
+    KIND = 45
+
+
+REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime)}
 
 
 def chunk_bytes(size: int) -> int:
@@ -362,6 +370,8 @@ def max_state_bytes(law: Law) -> int:
 def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
     """The answer to one request: bytes that are named by a hash the asker knows or is told; b'' for 'not here'."""
     match request:
+        case WantTime():  # not stored: the node answers it
+            return b""
         case WantRun():
             return config_bytes if hashlib.sha256(config_bytes).digest() == request.config_hash else b""
         case WantEntry():

@@ -37,11 +37,11 @@ from p2p_muloco.reports import (
     shard_of,
     shards,
 )
-from p2p_muloco.snapshot import BUSY, WantChunk, pack_request, read_request
+from p2p_muloco.snapshot import BUSY, WantChunk, WantTime, pack_request, read_request
 from p2p_muloco.transfer import SLOWEST_BYTES_PER_S, Uploads
 from p2p_muloco.wire import Record, read_frame, write_frame
 
-__all__ = ["Node"]
+__all__ = ["Clock", "Node"]
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ SKEW_S = 3.0  # that hivemind tolerates
 Deliver = Callable[[bytes, Record], None]
 Gone = Callable[[bytes], None]
 Serve = Callable[[Record], bytes]
+Clock = Callable[[], float]
+"""Unix seconds."""
 
 
 class ReportsOnly(RecordValidatorBase):
@@ -145,8 +147,10 @@ class _Link:
 class Node:
     """A peer's place in the network. `on_message` and `on_gone` are called from the loop; `serve` answers fetches."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str, guard: subprocess.Popen[bytes]) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, run_id: str, guard: subprocess.Popen[bytes],
+                 clock: Clock) -> None:
         self.p2p, self.dht, self.identity, self.run_id, self._guard = p2p, dht, identity, run_id, guard
+        self.clock = clock
         self.on_message: Deliver = lambda sender, record: None
         self.on_gone: Gone = lambda peer: None
         self.serve: Serve = lambda request: b""
@@ -157,7 +161,7 @@ class Node:
 
     @classmethod
     async def start(cls, identity_path: Path, run_id: str, listen: Sequence[str], initial_peers: Sequence[str] = (), *,
-                    announce: Sequence[str] = (), dht_client: bool = False) -> Node:
+                    announce: Sequence[str] = (), dht_client: bool = False, clock: Clock = time.time) -> Node:
         """Start the daemon and enter the DHT; raise NetworkError that names the address or port that failed."""
         identity = Identity.load_or_create(identity_path)
         public = not all("127.0.0.1" in address for address in listen)
@@ -180,7 +184,7 @@ class Node:
             await p2p.shutdown()
             guard.kill()
             raise NetworkError(f"no DHT answered at {', '.join(initial_peers)}: {error}") from None
-        node = cls(p2p, dht, identity, run_id, guard)
+        node = cls(p2p, dht, identity, run_id, guard, clock)
         for protocol, handler in ((TALK, node._hear), (BULK, node._hear), (FETCH, node._answer)):
             await p2p.add_binary_stream_handler(protocol, handler)
         return node
@@ -256,13 +260,18 @@ class Node:
 
     async def _answer_one(self, writer: asyncio.StreamWriter, request: Record,
                           wait_s: Callable[[int], float] = lambda size: 0.0) -> None:
-        answer = await asyncio.get_running_loop().run_in_executor(None, self.serve, request)
+        answer = await asyncio.get_running_loop().run_in_executor(None, self._bytes_for, request)
         writer.write(len(answer).to_bytes(8, "big"))
         for at in range(0, len(answer), PIECE_BYTES):
             piece = memoryview(answer)[at : at + PIECE_BYTES]
             await asyncio.sleep(wait_s(len(piece)))
             writer.write(piece)
             await asyncio.wait_for(writer.drain(), STALL_S)
+
+    def _bytes_for(self, request: Record) -> bytes:
+        if isinstance(request, WantTime):
+            return round(self.clock() * 1000).to_bytes(8, "big")
+        return self.serve(request)
 
     async def fetch(self, donor: bytes, request: Record, max_bytes: int) -> bytes:
         """Ask a peer for stored bytes; raise StateUnavailable with the reason."""

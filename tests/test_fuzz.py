@@ -466,7 +466,8 @@ def test_any_request_is_served_or_has_no_answer(tmp_path: Path) -> None:
 @given(st.data())
 def test_reports_are_read_or_cost_one_record(data: st.DataObject) -> None:
     report = Report(run_id="r", peer=ME.peer_id, name="n", k=1, head=HASH, inner_steps=1, tokens_total=1, tokens_per_s=1.0,
-                    loss=1.0, device="cpu", version="1", at_s=1)
+                    loss=1.0, device="cpu", version="1", at_s=1,
+                    named=(ME.peer_id,), named_why=(3,), named_round=(1,))
     sound = pack_report(Signed.make(report, ME))
     packed = data.draw(st.one_of(spoiled(sound), anything, anything.map(msgpack.packb), st.binary(max_size=600)))
     read = refused_or(lambda: read_report(packed))

@@ -11,18 +11,19 @@ PACKAGE = Path(p2p_muloco.__file__).parent
 LAYERS = [
     {"errors"},
     {"addresses"},
-    {"config", "identity", "wire", "metrics", "home", "chaos", "verdict"},
+    {"config", "identity", "wire", "metrics", "home", "chaos", "skew", "verdict"},
     {"muon", "outer", "codec"},
     {"merge", "model", "data"},
     {"packet"},
     {"chain"},
-    {"bounds", "messages", "reports", "snapshot"},
+    {"bounds", "messages", "snapshot"},
     {"checkpoint", "held", "opinion", "reduce", "transfer"},
-    {"allreduce"},
+    {"allreduce", "reports"},
     {"member"},
     {"exchange", "healing", "misbehave"},
     {"trainer", "swarm"},
-    {"simulate", "hive"},
+    {"door", "simulate"},
+    {"hive"},
     {"peer"},
 ]
 MAY_IMPORT_HIVEMIND = {"swarm"}
