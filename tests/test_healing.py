@@ -1,0 +1,143 @@
+"""Forks: islands that meet, a loner, and what is carried across. After healing one chain, one state, no work lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit import Driver, Swarm, established
+from kit import law as small_law
+from test_trainer import corpus, law
+
+from p2p_muloco.exchange import Fault, LocalNetwork, Partition
+from p2p_muloco.healing import Way, carried_work, decoded_parts
+from p2p_muloco.identity import Identity
+from p2p_muloco.simulate import local_trainer, run_swarm
+from p2p_muloco.trainer import Trainer
+
+
+def islands(folder: Path, n: int, *partitions: Partition, until_s: float, faults: tuple[Fault, ...] = (),
+            snapshot_every: int = 50) -> tuple[list[Trainer], list[dict[str, Any]]]:
+    """n trainers with rounds of about 4 s, run to a moment on the virtual clock."""
+    l = law(n, rounds=10**6, overlap="keep", clock="time", snapshot_every=snapshot_every, min_peers=1)  # noqa: E741
+    network = LocalNetwork(partitions=partitions, faults=faults)
+    records: list[dict[str, Any]] = []
+
+    def sink(i: int) -> Any:
+        return lambda record: records.append({"peer": i, **record})
+
+    trainers = [local_trainer(l, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i), record=sink(i))
+                for i in range(n)]
+    run_swarm(network, trainers, [1.0] * n, until=lambda: network.now > until_s)
+    living = [t for t in trainers if not network.is_dead(t.exchange.peer_id)]
+    return living, records
+
+
+def assert_one_head_one_state(records: list[dict[str, Any]]) -> None:
+    states: dict[str, set[str]] = {}
+    for record in records:
+        if record["event"] == "round":
+            states.setdefault(record["digest"], set()).add(record["state"])
+    assert all(len(found) == 1 for found in states.values())
+
+
+def assert_healed(trainers: list[Trainer]) -> None:
+    """One chain: whoever is an entry ahead has the other's head among its last."""
+    longest = max((t.state.tip for t in trainers), key=lambda tip: tip.k)
+    assert all(t.state.tip.head in longest.recent for t in trainers)
+    assert longest.k - min(t.state.tip.k for t in trainers) <= 2
+    assert set(longest.members) == {t.exchange.peer_id for t in trainers}, "all take part in the same entry again"
+
+
+@pytest.mark.parametrize("side", [{0, 1}, {3}, {0, 1, 2}], ids=["halves", "a loner", "another loner"])
+@pytest.mark.parametrize("snapshot_every", [50, 5], ids=["from the own log", "from the others' state"])
+def test_islands_that_meet_become_one_chain(tmp_path: Path, side: set[int], snapshot_every: int) -> None:
+    cut = Partition(20.0, 90.0, frozenset(side))
+    trainers, records = islands(tmp_path, 4, cut, until_s=230.0, snapshot_every=snapshot_every)
+    assert_one_head_one_state(records)
+    assert_healed(trainers)
+    rebased = [r for r in records if r["event"] == "rebased"]
+    assert {r["peer"] for r in rebased} in (side, set(range(4)) - side) and all(r["carried_steps"] > 0 for r in rebased)
+    heads = {(r["round"], r["digest"]) for r in records if r["event"] == "round"}
+    assert len({head for number, head in heads if number == max(r["from"] for r in rebased)}) == 2, "there was a fork"
+
+
+def test_two_partitions_one_after_another(tmp_path: Path) -> None:
+    cuts = Partition(20.0, 60.0, frozenset({0})), Partition(160.0, 200.0, frozenset({0, 1}))
+    trainers, records = islands(tmp_path, 3, *cuts, until_s=330.0)
+    assert_one_head_one_state(records)
+    assert_healed(trainers)
+
+
+def test_a_member_that_committed_alone_and_vanished_takes_nothing_with_it(tmp_path: Path) -> None:
+    cut = Partition(20.0, 45.0, frozenset({2}))
+    alone, _ = islands(tmp_path / "a", 3, cut, until_s=44.0)
+    dead_at = alone[2].exchange.network._sent[alone[2].exchange.peer_id]  # type: ignore[attr-defined]
+    trainers, records = islands(tmp_path / "b", 3, cut, until_s=120.0, faults=(Fault("kill", 2, dead_at + 1),))
+    assert len(trainers) == 2
+    assert_one_head_one_state(records)
+    assert_healed(trainers)
+
+
+# -- what is carried
+
+
+def two_branches() -> tuple[Driver, Driver]:
+    """Entry 2 by members 0 and 1 alone, and by all three with the same packets."""
+    run_law = small_law(up="fp32", down="fp32")
+    tip = established(run_law, 3)
+    both, three = Driver(Swarm(run_law, 3, tip=tip)), Driver(Swarm(run_law, 3, tip=tip))
+    both.network.kill(both.swarm.members[2].me)
+    assert both.run(2, 30.0) and three.run(2, 30.0)
+    return both, three
+
+
+@pytest.mark.parametrize("me", [0, 2])
+def test_a_packet_in_both_branches_is_carried_once(me: int) -> None:
+    both, three = two_branches()
+    run_law, peer = both.swarm.law, three.swarm.members[me].me
+    packet = three.packet(me, 2)
+    payloads = {packet.digest: packet.payload}
+    mine, theirs = both.peers[0].entries[2], three.peers[0].entries[2]
+    work, steps = carried_work(run_law, peer, Way(None, [theirs], [mine], is_own=True), payloads)
+    x, inside = three.x(me, 2), me == 0  # member 2 is in their branch only: what was still out is out no more
+    assert torch.equal(work, torch.zeros_like(x) if inside else -x) and steps == (0 if inside else -three.swarm.h[me])
+    back, steps = carried_work(run_law, peer, Way(None, [mine], [theirs], is_own=True), payloads)
+    assert torch.equal(back, torch.zeros_like(x) if inside else x) and steps == (0 if inside else three.swarm.h[me])
+    assert carried_work(run_law, peer, Way(None, [mine], [theirs]), {})[1] == 0  # a packet that is no longer known
+
+
+def test_decoded_parts_are_those_that_were_counted() -> None:
+    both, _ = two_branches()
+    checked, run_law = both.peers[0].entries[2], both.swarm.law
+    assert torch.equal(decoded_parts(run_law, both.packet(0, 2).payload, checked, both.swarm.members[0].me), both.x(0, 2))
+    cut = dataclasses.replace(checked, records=tuple(dataclasses.replace(r, counts=tuple(0 for _ in r.counts)) for r in checked.records))
+    assert not decoded_parts(run_law, both.packet(0, 2).payload, cut, both.swarm.members[0].me).any()
+
+
+# -- random plans
+
+FAULTS = st.builds(Fault, st.sampled_from(["kill", "freeze", "delay", "drop", "duplicate"]), st.integers(0, 8),
+                   st.integers(5, 120), st.sampled_from([1.0, 4.0, 12.0]))
+CUTS = st.builds(lambda at, length, side: Partition(at, at + length, frozenset(side)), st.floats(5, 40), st.floats(1, 40),
+                 st.sets(st.integers(0, 8), min_size=1, max_size=4))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=st.integers(2, 9), faults=st.lists(FAULTS, max_size=3), cuts=st.lists(CUTS, max_size=1))
+def test_whatever_happens_equal_heads_are_equal_states_and_one_chain_is_left(
+    tmp_path_factory: pytest.TempPathFactory, n: int, faults: list[Fault], cuts: list[Partition],
+) -> None:
+    faults = [dataclasses.replace(fault, peer=fault.peer % n) for fault in faults]
+    killed = {fault.peer for fault in faults if fault.kind == "kill"}
+    faults = [fault for fault in faults if fault.kind != "kill" or fault.peer != min(killed) or len(killed) < n]
+    trainers, records = islands(tmp_path_factory.mktemp("plan"), n, *cuts, until_s=300.0, faults=tuple(faults))
+    assert_one_head_one_state(records)
+    assert_healed(trainers)
+    for t in trainers:
+        assert torch.isfinite(t.state.anchor).all() and torch.isfinite(t.residual).all()
