@@ -116,7 +116,8 @@ def test_decoded_parts_are_those_that_were_counted() -> None:
     both, _ = two_branches()
     checked, run_law = both.peers[0].entries[2], both.swarm.law
     assert torch.equal(decoded_parts(run_law, both.packet(0, 2).payload, checked, both.swarm.members[0].me), both.x(0, 2))
-    cut = dataclasses.replace(checked, records=tuple(dataclasses.replace(r, counts=tuple(0 for _ in r.counts)) for r in checked.records))
+    uncounted = tuple(dataclasses.replace(record, counts=(0,) * len(record.counts)) for record in checked.records)
+    cut = dataclasses.replace(checked, records=uncounted)
     assert not decoded_parts(run_law, both.packet(0, 2).payload, cut, both.swarm.members[0].me).any()
 
 
