@@ -103,7 +103,8 @@ class Opinion:
             if BROKE_RULE in reasons:
                 self.name(peer, BROKE_RULE, checked.k)
         for peer, (_, why) in tip.bans().items():
-            self.name(peer, why, checked.k)
+            if peer not in self.named or self.named[peer][0] != why:  # a ban lasts, what it is for was once
+                self.name(peer, why, checked.k)
         for hello in checked.counted:
             self._digests[hello.digest] = None
         while len(self._digests) > MAX_DIGESTS:

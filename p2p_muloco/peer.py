@@ -28,7 +28,7 @@ from p2p_muloco.member import Member
 from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
 from p2p_muloco.opinion import WHY
-from p2p_muloco.reports import Named, Report
+from p2p_muloco.reports import Report
 from p2p_muloco.snapshot import Store, WantRun, write_atomically
 from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
 
@@ -147,7 +147,7 @@ class Peer:
             inner.cursor = trainer.total_steps = self.executed.n
         trainer.max_rounds = None if peer.max_rounds is None else trainer.rounds + peer.max_rounds
         trainer.on_step, trainer.record = self.executed.add, self._record
-        self._named: list[Named] = []
+        self._named: set[tuple[bytes, int]] = set()  # who was named to the user, and for what
         self.trainer, self._began_with = trainer, (trainer.total_steps, trainer.rounds)
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -156,10 +156,11 @@ class Peer:
             self.publish()
         self._tell(record)
         reports, known = self.exchange.reports, self._named
-        self._named = self.exchange.named
-        for peer, why, k in (named for named in self._named if named not in known):
-            name = reports[peer].name if peer in reports else ""
-            self._tell({"event": "named", "peer_id": peer_name(peer), "name": name, "why": WHY[why], "round": k})
+        self._named = {(peer, why) for peer, why, _ in self.exchange.named}
+        for peer, why, k in self.exchange.named:
+            if (peer, why) not in known:
+                name = reports[peer].name if peer in reports else ""
+                self._tell({"event": "named", "peer_id": peer_name(peer), "name": name, "why": WHY[why], "round": k})
 
     def _tell(self, record: dict[str, Any]) -> None:
         self.metrics(record)
