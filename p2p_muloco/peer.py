@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ __all__ = ["Contribution", "Peer", "PeerNetwork", "choose_device"]
 HELDOUT_WINDOWS = 16  # evaluated after each entry
 SEARCH_S = 3.0  # for reports of others when this peer is new; whom it misses it meets at the next exchange
 MET_KEPT = 16
+TRAINING_NICE = 10  # the machine's owner, the network process and peers that are starting come first
 LINGER_S = 15.0  # at the end, for members that still need the last entry
 
 Say = Callable[[str], None]
@@ -202,6 +204,8 @@ class Peer:
         """Train until the run or this peer ends, then save the model, whose path is returned (None without room for it)."""
         try:
             self.catch_up()
+            with contextlib.suppress(OSError):
+                os.nice(TRAINING_NICE)
             self.trainer.run(on_turn)
             return self.finish()
         except NetworkError:

@@ -23,8 +23,8 @@ from p2p_muloco.trainer import Trainer
 
 def islands(folder: Path, n: int, *partitions: Partition, until_s: float, faults: tuple[Fault, ...] = (),
             snapshot_every: int = 50) -> tuple[list[Trainer], list[dict[str, Any]]]:
-    """n trainers with rounds of about 4 s, run to a moment on the virtual clock."""
-    l = law(n, rounds=10**6, overlap="keep", clock="time", snapshot_every=snapshot_every, min_peers=1)  # noqa: E741
+    """n trainers with rounds of one step of 4 s, run to a moment on the virtual clock."""
+    l = law(n, rounds=10**6, inner_steps=1, overlap="keep", clock="time", snapshot_every=snapshot_every, min_peers=1)  # noqa: E741
     network = LocalNetwork(partitions=partitions, faults=faults)
     records: list[dict[str, Any]] = []
 
@@ -33,7 +33,7 @@ def islands(folder: Path, n: int, *partitions: Partition, until_s: float, faults
 
     trainers = [local_trainer(l, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i), record=sink(i))
                 for i in range(n)]
-    run_swarm(network, trainers, [1.0] * n, until=lambda: network.now > until_s)
+    run_swarm(network, trainers, [4.0] * n, until=lambda: network.now > until_s)
     living = [t for t in trainers if not network.is_dead(t.exchange.peer_id)]
     return living, records
 
@@ -129,7 +129,7 @@ CUTS = st.builds(lambda at, length, side: Partition(at, at + length, frozenset(s
                  st.sets(st.integers(0, 8), min_size=1, max_size=4))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n=st.integers(2, 9), faults=st.lists(FAULTS, max_size=3), cuts=st.lists(CUTS, max_size=1))
 def test_whatever_happens_equal_heads_are_equal_states_and_one_chain_is_left(
     tmp_path_factory: pytest.TempPathFactory, n: int, faults: list[Fault], cuts: list[Partition],
