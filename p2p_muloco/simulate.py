@@ -31,6 +31,8 @@ def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: C
     """One worker on a local network, from the run's first weights. `member` builds its side of the protocol."""
     config, state = law.config, genesis_state(law)
     store = Store(home, law.layout, config.to_bytes())
+    if not store.pinned():
+        store.pin(state)
     exchange = LocalExchange(network, member(law, identity, state.tip), store)
     model = GPT(config.model)
     stream = Stream(corpus.train, config.run.seed, identity.stream, config.model.seq_len, config.inner.batch_size)
