@@ -67,10 +67,10 @@ def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[byt
             _require_heavier(entries[-1].head, _tip_after(law, fork.tip, entries), own)
             return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
     base = load_state(theirs, donors)
-    _require_heavier(base.tip.head, base.tip, own)
     entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):
         raise StateUnavailable("that peer could not show the entry it is said to hold")
+    _require_heavier(entries[-1].head if entries else base.tip.head, _tip_after(law, base.tip, entries), own)
     return Way(base, entries, _own_branch(law, store, base.tip, own))
 
 
