@@ -290,7 +290,11 @@ class Attempt:
             self.outbox += [(peer, message) for peer in self._present()]
         if reducer.finished and reducer.turn not in held.records:
             data = b"".join(reducer.averaged)
-            signed = Signed.make(reducer.record(hashlib.sha256(data).digest()), self.identity)
+            record = reducer.record(hashlib.sha256(data).digest())
+            if max(record.counts) < span.n_parts:  # not even this member's own: it is wrong itself
+                self.abandon(f"no member's packet can be counted in span {span.index}")
+                return
+            signed = Signed.make(record, self.identity)
             held.keep(Version(reducer.turn, signed, data))
             self._send_record(self._present(), signed)
 

@@ -528,6 +528,8 @@ class Member:
             if self._gathering is not None and self._gathering.leader == sender:
                 self.opinion.failed(sender)
                 self.opinion.name(sender, BROKE_RULE, self.tip.k + 1)
+                self._gathering.passed.add(sender)
+                self._seek(now)
             self._say_tip(sender)
             return
         if start.group in self._groups or self.me not in start.members:
