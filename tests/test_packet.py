@@ -12,11 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import SHAPES, established, identity, law, packet, vector, weight_by_hand
 
-from p2p_muloco.chain import CheckedStart, Hello, Law, Signed, Start, check_record, check_start
+from p2p_muloco.chain import (
+    BROKE_RULE,
+    COUNTED,
+    TOO_LATE,
+    VANISHED,
+    CheckedStart,
+    Hello,
+    Law,
+    Signed,
+    Start,
+    check_record,
+    check_start,
+)
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.merge import iso_c
 from p2p_muloco.packet import Layout, plan_spans
-from p2p_muloco.reduce import BROKE_RULE, COUNTED, TOO_LATE, VANISHED, SpanReducer
+from p2p_muloco.reduce import SpanReducer
 
 LAWS = [law(), law(method="iso_c"), law(up="topk", down="fp16"), law({"w": (3, 5000), "x": (7,), "y": (2, 3, 400)})]
 

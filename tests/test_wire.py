@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import VECTORS, Driver, Swarm, law
 
-from p2p_muloco.chain import Entry, Hello, SpanRecord, Start, Tip
+from p2p_muloco.chain import Entry, Hello, Order, SpanRecord, Start, Tip
 from p2p_muloco.config import JoinString, RunConfig
 from p2p_muloco.errors import BadPacket, ConfigError
 from p2p_muloco.messages import (
@@ -24,9 +24,10 @@ from p2p_muloco.messages import (
     Confirm,
     Fetch,
     Join,
-    Lacking,
     Parts,
     Poll,
+    Proof,
+    Reassign,
     RecordMessage,
     StartMessage,
     TipMessage,
@@ -37,13 +38,15 @@ HASH, PEER, SIGNATURE = b"\x11" * 32, b"\x22" * 38, b"\x33" * 64
 HELLO = Hello(peer=PEER, head=HASH, k=3, h=8, pace_mhz=1000, digest=HASH, state=HASH)
 START = Start(leader=PEER, head=HASH, k=3, attempt=0, hellos=(HELLO.pack(),) * 2, signatures=(SIGNATURE,) * 2,
               modes=(0, 1), rates=(5, 10**7), scatter_ms=5, gather_ms=6, confirm_ms=2**31)
-TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, period_ms=100, recent=(HASH,))
+TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, period_ms=100, recent=(HASH,), recent_tokens=(3, 5),
+          banned=(PEER,), banned_until=(9,), banned_why=(3,))
 RECORDS: list[Record] = [
-    HELLO, START, TIP,
-    SpanRecord(start=HASH, span=1, digest=HASH, counts=(1, 2**24), reasons=(0, 3), ratio_sum=0.5, ratio_count=1),
+    HELLO, START, TIP, Order(start=HASH, span=1, turn=2, by=PEER),
+    SpanRecord(start=HASH, span=1, turn=2, digest=HASH, counts=(1, 2**24), reasons=(0, 3), ratio_sum=0.5, ratio_count=1),
     Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b""), Join(HELLO.pack(), SIGNATURE, 1, 1),
-    StartMessage(START.pack(), SIGNATURE), Parts(HASH, 0, 2**24, b"data"), Averaged(HASH, 63, 5, 6, b""),
-    RecordMessage(HASH, b"body", SIGNATURE), Confirm(HASH, HASH), Fetch(HASH, 0), Lacking(HASH, 1), Abandon(HASH),
+    StartMessage(START.pack(), SIGNATURE), Parts(HASH, 0, 2**24, b"data"), Averaged(HASH, 63, 1, 5, 6, b""),
+    RecordMessage(HASH, b"body", SIGNATURE), Confirm(HASH, HASH, SIGNATURE), Fetch(HASH, 0),
+    Reassign(HASH, b"body", SIGNATURE), Abandon(HASH), Proof(START.leader, (b"a", b"b"), (SIGNATURE, SIGNATURE)),
 ]
 FRAMED = [record for record in RECORDS if type(record).KIND in KINDS]
 
