@@ -13,14 +13,14 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from p2p_muloco.cli.processes import Processes, Watch, last_line, start_bootstrap, start_peer
+from p2p_muloco.cli.processes import DEMO_MODEL, Processes, Watch, last_line, start_bootstrap, start_peer
 from p2p_muloco.cli.view import console
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from p2p_muloco.chaos import Fault, max_out, plan
-from p2p_muloco.config import InnerConfig, ModelConfig, RunConfig, RunSection
+from p2p_muloco.config import InnerConfig, RunConfig, RunSection
 from p2p_muloco.errors import ConfigError, MulocoError
 from p2p_muloco.metrics import JsonTail
 from p2p_muloco.verdict import Deed, Observed, commit_after, counted_after, executed_steps, growth, judge, rounds
@@ -36,9 +36,8 @@ def chaos_config() -> RunConfig:
 
     Without a budget there is no schedule either: the learning rate stays where it is.
     """
-    model = ModelConfig(d_model=64, n_layers=4, n_heads=4, d_mlp=176, seq_len=128)
     run = RunSection(name="chaos", inner_steps=20, min_peers=2, token_budget=10**15, window_s=5.0, snapshot_every=10)
-    return RunConfig(run=run, model=model, inner=InnerConfig(batch_size=4, lr=0.01, warmup=0.0))
+    return RunConfig(run=run, model=DEMO_MODEL, inner=InnerConfig(batch_size=4, lr=0.01, warmup=0.0))
 
 
 def run(out: Path, seed: int, seconds: float, rate: float, peers: int, json_path: Path | None) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import rich_click as click
-from p2p_muloco.cli.processes import Processes, last_line, start_bootstrap, start_peer
+from p2p_muloco.cli.processes import DEMO_MODEL, Processes, last_line, start_bootstrap, start_peer
 from p2p_muloco.cli.view import console, in_bytes
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from p2p_muloco.config import InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
+from p2p_muloco.config import InnerConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.errors import ConfigError, MulocoError
 from p2p_muloco.metrics import read_json_lines
 
@@ -32,17 +32,16 @@ SAMPLE_PROMPT = b"My fellow Americans, "
 
 
 def demo_config(peers: int, rounds: int) -> RunConfig:
-    """A model of 0.23M parameters that learns visibly in minutes on a laptop's CPU.
+    """Of a model that learns visibly in minutes on a laptop's CPU.
 
     Overlap is off: peers that share two cores are so uneven that the early ones would be half a round ahead when the
     outer step comes, which costs 0.04 nats here; over a real network an exchange is a few steps long.
     """
-    model = ModelConfig(d_model=64, n_layers=4, n_heads=4, d_mlp=176, seq_len=128)
     inner = InnerConfig(batch_size=4, lr=0.02)
-    budget = peers * rounds * INNER_STEPS * inner.batch_size * model.seq_len
+    budget = peers * rounds * INNER_STEPS * inner.batch_size * DEMO_MODEL.seq_len
     run = RunSection(name="demo", inner_steps=INNER_STEPS, min_peers=peers, token_budget=budget, clock="steps",
                      overlap="off", window_s=30.0, snapshot_every=5)
-    return RunConfig(run=run, model=model, inner=inner, outer=OuterConfig())
+    return RunConfig(run=run, model=DEMO_MODEL, inner=inner, outer=OuterConfig())
 
 
 @click.command("demo")

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import psutil
 
+from p2p_muloco.config import ModelConfig
 from p2p_muloco.errors import MulocoError
 
 LOOK_S, SAMPLE_S = 1.0, 5.0
 LEFT_S = 10.0  # for the last ones to end
 
-__all__ = ["Processes", "Watch", "family", "last_line", "start_bootstrap", "start_peer"]
+__all__ = ["DEMO_MODEL", "Processes", "Watch", "family", "last_line", "start_bootstrap", "start_peer"]
+
+DEMO_MODEL = ModelConfig(d_model=64, n_layers=4, n_heads=4, d_mlp=176, seq_len=128)  # 0.23M parameters
 
 
 class Processes:

@@ -42,6 +42,7 @@ from p2p_muloco.chain import (
     check_record,
     confirms_root,
     leader_order,
+    next_head,
     root_of,
     sign_root,
 )
@@ -235,7 +236,7 @@ class Attempt:
     @property
     def head(self) -> bytes:
         """What the entry's head will be if this member commits now; b'' while it holds too little."""
-        return b"" if self._root is None else hashlib.sha256(self.tip.head + self.start.group + self._root).digest()
+        return b"" if self._root is None else next_head(self.tip, self.start, self._root)
 
     def progress(self) -> str:
         """For people: what it waits for."""
@@ -301,8 +302,9 @@ class Attempt:
     # -- spans
 
     def _on_record(self, sender: bytes, signed: Signed) -> None:
-        held = self.held[check_record(self.start, signed).span]
-        turn = held.add_record(signed)
+        record = check_record(self.start, signed)
+        held, turn = self.held[record.span], record.turn
+        held.add_record(turn, signed)
         if held.reducer == self.me and turn < held.turn and held.whole is None and sender not in held.holders:
             held.holders.append(sender)
             if held.source == self.me:
@@ -551,5 +553,4 @@ class Attempt:
         versions = [held.whole for held in self.held if held.whole is not None]
         entry = Entry(self.start.signed, tuple(v.record for v in versions), tuple(v.data for v in versions), confirms)
         assert len(versions) == len(self.held) and self.start.is_half(len(confirms))
-        head = hashlib.sha256(self.tip.head + self.start.group + self._root).digest()
-        self.result = Checked(entry, self.start, tuple(check_record(self.start, v.record) for v in versions), head)
+        self.result = Checked(entry, self.start, tuple(check_record(self.start, v.record) for v in versions), self.head)

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import Law
+from p2p_muloco.chain import RECENT_TOKENS, Law
 from p2p_muloco.codec import Codec
 from p2p_muloco.config import InnerConfig
 from p2p_muloco.muon import is_block_matrix, learning_rate, update_scale
@@ -30,7 +30,7 @@ from p2p_muloco.packet import Layout, Part
 __all__ = ["LR_HISTORY", "Cosines", "clip_factors", "clip_to_limits", "largest_lr", "over_limit", "part_norms",
            "step_limits", "trimmed_mean"]
 
-LR_HISTORY: Final = 8  # entries: a peer that missed more has clipped what it brings
+LR_HISTORY: Final = RECENT_TOKENS - 1  # entries: a peer that missed more has clipped what it brings
 LARGEST_SINGULAR: Final = 1.2  # of an orthogonalised update; 1.145 in fp32 (muon.COEFFICIENTS), bf16 adds to it
 PROJECTIONS: Final = ("fp32", "fp16", "statistical4", "statistical2", "topk")  # codecs that lengthen no part
 SLACK: Final = 1.001  # fp32 and fp16 rounding, and sums that differ in the last bits between machines

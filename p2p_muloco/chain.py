@@ -33,7 +33,7 @@ from p2p_muloco.wire import MAX_ITEMS, Record, integer, many, raw, real
 __all__ = [
     "AGAINST", "BROKE_RULE", "COUNTED", "REASONS", "TOO_LATE", "TWO_VERSIONS", "VANISHED", "Checked", "CheckedStart", "Entry",
     "Hello", "Law", "Order", "Signed", "SpanRecord", "Start", "Tip", "advance", "check_entry", "check_start", "confirms_root",
-    "heavier", "leader_order", "merged_update", "sign_root",
+    "heavier", "leader_order", "merged_update", "next_head", "sign_root",
 ]
 
 MAX_MEMBERS = 64
@@ -359,6 +359,11 @@ def root_of(records: Sequence[Signed]) -> bytes:
     return hashlib.sha256(b"".join(record.hash for record in records)).digest()
 
 
+def next_head(tip: Tip, start: CheckedStart, root: bytes) -> bytes:
+    """The head after an entry of this START and root on `tip`."""
+    return hashlib.sha256(tip.head + start.group + root).digest()
+
+
 def sign_root(identity: Identity, group: bytes, root: bytes) -> bytes:
     """A member's signature that it holds every span under this root (64 bytes)."""
     return identity.sign(b"Confirm", group + root)
@@ -390,7 +395,7 @@ def check_entry(law: Law, tip: Tip, entry: Entry) -> Checked:
         raise BadPacket("an entry holds a confirmation of another root")
     if not start.is_half(len(indices)):
         raise BadPacket(f"an entry is confirmed by {len(indices)} of {len(start.members)} members, fewer than half")
-    return Checked(entry, start, records, hashlib.sha256(tip.head + start.group + root).digest())
+    return Checked(entry, start, records, next_head(tip, start, root))
 
 
 def check_averaged(law: Law, span: Span, data: bytes | memoryview) -> None:

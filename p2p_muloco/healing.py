@@ -64,13 +64,13 @@ def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[byt
     if fork is not None:
         entries = fetch_entries(law, net, donors, fork.tip)
         if _reaches(fork.tip, entries, head):
-            _require_heavier(entries[-1].head, _tip_after(law, fork.tip, entries), own)
+            _require_heavier(_tip_after(law, fork.tip, entries), own)
             return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
     base = load_state(theirs, donors)
     entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):
         raise StateUnavailable("that peer could not show the entry it is said to hold")
-    _require_heavier(entries[-1].head if entries else base.tip.head, _tip_after(law, base.tip, entries), own)
+    _require_heavier(_tip_after(law, base.tip, entries), own)
     return Way(base, entries, _own_branch(law, store, base.tip, own))
 
 
@@ -84,8 +84,8 @@ def _tip_after(law: Law, tip: Tip, entries: Sequence[Checked]) -> Tip:
     return tip
 
 
-def _require_heavier(head: bytes, tip: Tip, own: Tip) -> None:
-    if not heavier(tip.weight, head, own.weight, own.head):
+def _require_heavier(tip: Tip, own: Tip) -> None:
+    if not heavier(tip.weight, tip.head, own.weight, own.head):
         raise BadPacket("a chain with fewer steps than this one")
 
 

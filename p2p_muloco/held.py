@@ -70,13 +70,11 @@ class HeldSpan:
         for part, piece in enumerate(self.law.layout.down_parts(first, stop, data), start=first):
             self._parts.setdefault(part, bytes(piece))
 
-    def add_record(self, signed: Signed) -> int:
-        """Keep a record and return its turn; raise BadPacket, or TwoVersions with the proof."""
-        record = check_record(self.start, signed)
-        known = self.records.setdefault(record.turn, signed)
+    def add_record(self, turn: int, signed: Signed) -> None:
+        """Keep the checked record of a turn; raise TwoVersions, with the proof, if it is another than the one that is known."""
+        known = self.records.setdefault(turn, signed)
         if known.body != signed.body:
-            raise TwoVersions(self.start.candidates(self.span.index)[record.turn], known, signed)
-        return record.turn
+            raise TwoVersions(self.start.candidates(self.span.index)[turn], known, signed)
 
     def settle(self) -> bool:
         """True if a later version than the one held has just become whole; raise BadPacket if it isn't what was signed."""

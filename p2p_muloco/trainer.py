@@ -12,7 +12,6 @@ Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from p2p_muloco.bounds import clip_to_limits, largest_lr, step_limits
-from p2p_muloco.chain import Checked, Entry, Hello, Law, Tip, check_entry
+from p2p_muloco.chain import Checked, Hello, Law, Tip
 from p2p_muloco.checkpoint import Checkpoint, Checkpoints, Numbers, Pending
 from p2p_muloco.data import Stream
 from p2p_muloco.errors import BadPacket, StateUnavailable
@@ -35,7 +34,7 @@ from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT, initial_weights
 from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_rate, schedule_progress
 from p2p_muloco.packet import Layout, Packet
-from p2p_muloco.snapshot import State, Store, max_entry_bytes
+from p2p_muloco.snapshot import State, Store
 from p2p_muloco.transfer import AskingUntil, Progress, fetch_state
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
@@ -450,17 +449,12 @@ class Trainer:
         Work and steps beyond 4H are scaled down. The entries that follow are then replayed as those of strangers.
         """
         round_, k, max_h = self._round, self.state.tip.k, self.law.max_h
-        packets, out, begun_from = self.store.own_packets(), 0, self.state.anchor
+        packets, out = self.store.own_packets(), 0
         if round_ is not None and way.is_own:
             packets[round_.packet.digest], out = round_.packet.payload, round_.packet.inner_steps
-        elif round_ is not None:  # an entry before their state may hold the packet that is out: it isn't said again
-            begun_from = round_.theta_begin
-        theta = flat_weights(self.inner.model)
-        if self._crashed and not way.is_own:  # nor what a packet may have said that this life does not know
-            begun_from, self.steps = theta, 0
-            self.residual.zero_()
+        progress = flat_weights(self.inner.model).sub_(self.state.anchor) if way.is_own else self._unsaid_progress()
         work, counted = carried_work(self.law, self.exchange.peer_id, way, packets)
-        work += begun_from - theta
+        work -= progress
         steps = max(0, counted + self.steps + out)
         work *= min(1.0, max_h / steps) if steps else 1.0
         self.state, self._round, self.steps = base, None, min(steps, max_h)
@@ -472,14 +466,21 @@ class Trainer:
             self._on_disk(lambda: self.store.restart_from(base))
         self.record({"event": "rebased", "from": k, "fork": base.tip.k, "carried_steps": self.steps})
 
-    def _stand_at(self, state: State) -> None:
-        """Own progress is carried over, but for what a packet said whose fate is unknown."""
+    def _unsaid_progress(self) -> Tensor:
+        """theta less what a packet said whose fate is unknown: an entry before another state may hold it.
+
+        After a crash that may be all of it, by a packet that this life does not know.
+        """
         came_from = self.state.anchor if self._round is None else self._round.theta_begin
         progress = flat_weights(self.inner.model).sub_(came_from)
         if self._crashed:
             self.steps = 0
             progress.zero_()
             self.residual.zero_()
+        return progress
+
+    def _stand_at(self, state: State) -> None:
+        progress = self._unsaid_progress()
         self.state, self._round = state, None
         self.digest, self._anchored_at = state.digest, self.exchange.now()
         load_flat(self.inner.model, self.law.layout, progress.add_(state.anchor))
@@ -494,7 +495,7 @@ class Trainer:
         saved = checkpoints.load()
         if saved is not None:
             self.restore(saved)
-        while (checked := self._next_logged()) is not None:
+        for checked in self.store.replayable(self.law, self.state.tip):
             self.commit(checked, evaluate=False)
         if max(self.store.pinned(), default=0) > self.state.tip.k and (pinned := self.store.resume(self.law)) is not None:
             self._stand_at(pinned[0])
@@ -505,12 +506,6 @@ class Trainer:
         self.exchange.adopt(self.state.tip)
         self._checkpoints = checkpoints
         return saved is not None
-
-    def _next_logged(self) -> Checked | None:
-        packed, most = self.store.entry(self.state.tip.k + 1), max_entry_bytes(self.law)
-        with contextlib.suppress(BadPacket):  # of another chain, or damaged
-            return check_entry(self.law, self.state.tip, Entry.unpack(packed, most)) if packed else None
-        return None
 
     def checkpoint(self) -> Checkpoint:
         """All that the next step depends on. Its tensors are the live ones: save it before that step."""
