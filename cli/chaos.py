@@ -54,9 +54,9 @@ def run(out: Path, seed: int, seconds: float, rate: float, peers: int, json_path
             swarm.begin(peers)
             swarm.play(faults, seconds)
         swarm.say("Ctrl-C to everybody")
-    result = {"seed": seed, "peers": peers, "faults": _by_kind(faults), **judge(swarm.observed(watch.left())),
-              "resources": watch.samples}
+    result = {"seed": seed, "peers": peers, "faults": _by_kind(faults), **judge(swarm.observed(watch.left()))}
     if not faults:
+        result["resources"] = watch.samples
         result["broken_promises"] += growth({key: rows for key, rows in watch.samples.items() if len(rows) >= 4})
     if json_path:
         json_path.write_text(json.dumps(result) + "\n")

@@ -43,11 +43,14 @@ if TYPE_CHECKING:
               help="Your upload rate; it decides your share of the averaging.")
 @click.option("--compile", "compiled", is_flag=True, help="Use torch.compile: slow to start, faster after.")
 @click.option("--max-rounds", type=click.IntRange(1), default=None, help="Leave after this many rounds.")
+@click.option("--owner-key", type=click.Path(path_type=Path, dir_okay=False), default=None, metavar="FILE",
+              help="For the run's owner: sign one entry in 16, so that this peer's chain wins over any fork made without it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a summary to this file.")
 @click.option("--misbehave", type=click.Choice(MISBEHAVIOURS), default=None, hidden=True)
 def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: str, device: str, batch_size: str,
             threads: int | None, data: Path | None, listen: str, announce: tuple[str, ...], upload_mbit: float,
-            compiled: bool, max_rounds: int | None, json_path: Path | None, misbehave: str | None) -> None:
+            compiled: bool, max_rounds: int | None, owner_key: Path | None,
+            json_path: Path | None, misbehave: str | None) -> None:
     """Train with others. Everything about the run follows from JOIN_STRING.
 
     Model, text and settings are taken from the run and checked against its hash; what the others have learned so far is
@@ -58,6 +61,7 @@ def command(join: str, initial_peers: tuple[str, ...], home: Path | None, name: 
     config = PeerConfig(
         home=home or Path(f"p2p-muloco-{parsed.run_id}"), name=name, device=device, micro_batch=_batch_size(batch_size),
         threads=threads, data_path=data, compile=compiled, max_rounds=max_rounds,
+        owner_key=owner_key,
     )
     listen_address = check_listen(listen)
     for address in initial_peers:

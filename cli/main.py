@@ -5,15 +5,17 @@ The commands' modules import what is heavy (torch, hivemind: seconds) inside the
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 import rich_click as click
 from p2p_muloco.cli import bootstrap, demo, init, join, status
 
 from p2p_muloco import __version__
-from p2p_muloco.errors import MulocoError
+from p2p_muloco.errors import DiskFull, MulocoError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +36,8 @@ for module in (init, bootstrap, join, status, demo):
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 a promise broke, 2 bad input, 3 no state to be had, 4 no network, 130 Ctrl-C."""
+    """Entry point. Exit codes: 0 done, 1 a promise broke, 2 bad input, 3 no state to be had, 4 no network,
+    5 the disk is full, 130 Ctrl-C."""
     try:
         code = cli(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -52,10 +55,19 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            _own_fault()
+        click.echo(f"error: the disk is full: {error}; make room and start again, it goes on from what was saved", err=True)
+        sys.exit(DiskFull.exit_code)
     except Exception:
-        traceback.print_exc()
-        click.echo("error: this is a fault of p2p-muloco itself; please report the lines above", err=True)
-        sys.exit(70)
+        _own_fault()
+
+
+def _own_fault() -> NoReturn:
+    traceback.print_exc()
+    click.echo("error: this is a fault of p2p-muloco itself; please report the lines above", err=True)
+    sys.exit(70)
 
 
 if __name__ == "__main__":

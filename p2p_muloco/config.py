@@ -312,6 +312,7 @@ class PeerConfig:
     data_path: Path | None = None  # the local .txt of a run that names one
     compile: bool = False
     max_rounds: int | None = None
+    owner_key: Path | None = None  # of the run's owner: this peer signs waypoints with it
 
 
 @dataclass(frozen=True, kw_only=True)

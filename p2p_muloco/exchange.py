@@ -22,6 +22,7 @@ from p2p_muloco.messages import KINDS, Averaged, Parts
 from p2p_muloco.packet import Packet
 from p2p_muloco.snapshot import BUSY, Store, WantChunk, WantEntry, serve
 from p2p_muloco.transfer import Uploads
+from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, read_frame, write_frame
 
 __all__ = ["Behind", "Committed", "Exchange", "Failed", "Fault", "LocalExchange", "LocalNetwork", "Outcome", "Partition",
@@ -60,6 +61,9 @@ class Exchange(Protocol):
         """The trainer is at `tip` now, by catching up."""
 
     def distrust(self, peer: bytes) -> None: ...
+
+    def show_waypoint(self, waypoint: Waypoint) -> None:
+        """The owner's word on this chain, for all to hear."""
 
     def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
         """Ask a peer for stored bytes; returns a ticket at once."""
@@ -387,6 +391,10 @@ class LocalExchange:
 
     def distrust(self, peer: bytes) -> None:
         self.member.distrust(peer, self.network.now)
+        self.network.flush(self.member)
+
+    def show_waypoint(self, waypoint: Waypoint) -> None:
+        self.member.show_waypoint(waypoint)
         self.network.flush(self.member)
 
     def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:

@@ -1,26 +1,28 @@
 """How a peer gets to where others are: along its own chain, across a fork, or from a state of theirs. Pure, and disk.
 
-The heavier chain wins. Who leaves the lighter one takes its own state at the fork, replays the others' entries, and
-carries what it had said on the branch that it leaves: the decoded parts of its packets that were counted there and not on
-the new one, with what no entry holds yet, as its next pseudo-gradient (at most 4H steps of it). So with beta = 1 no work
-is lost by a fork, and none is counted twice though both branches may hold one packet.
+The chain with the owner's newest waypoint wins (waypoint.py), else the heavier one. Who leaves the other takes its own state
+at the fork, replays the others' entries, and carries what it had said on the branch that it leaves: the decoded parts of its
+packets that were counted there and not on the new one, with what no entry holds yet, as its next pseudo-gradient (at most 4H
+steps of it). So with beta = 1 no work is lost by a fork, and none is counted twice though both branches may hold one packet.
 
 Cost of a fork of j entries: j entries to fetch, and a replay from the pinned state before it; nobody else waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import Checked, Law, Tip, advance, heavier, merged_update
-from p2p_muloco.errors import BadPacket, StateUnavailable
+from p2p_muloco.chain import Checked, Law, Tip, advance, merged_update
+from p2p_muloco.errors import StateUnavailable
 from p2p_muloco.outer import eta_mu, outer_step
-from p2p_muloco.snapshot import State, Store, fetch_tip
+from p2p_muloco.snapshot import State, Store, fetch_manifest, fetch_tip, fetch_waypoint
 from p2p_muloco.transfer import Asking, fetch_entries
+from p2p_muloco.waypoint import Waypoint, read_waypoint, require_better
 
 __all__ = ["Way", "apply_entry", "carried_work", "decoded_parts", "find_way"]
 
@@ -39,6 +41,7 @@ class Way:
     entries: list[Checked]
     mine: list[Checked]
     is_own: bool = False  # `base` is an own earlier state: where the branches part
+    waypoint: Waypoint | None = None  # the newest of the other chain, whose donor has shown its head
 
 
 def apply_entry(law: Law, state: State, checked: Checked) -> None:
@@ -50,50 +53,64 @@ def apply_entry(law: Law, state: State, checked: Checked) -> None:
     state.tip = advance(law, state.tip, checked)
 
 
-def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[bytes], head: bytes, load_state: LoadState) -> Way:
-    """The way from `own` to the first donor's chain that holds `head`, all of it verified and nothing changed yet.
+def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[bytes], k: int, head: bytes,
+             load_state: LoadState) -> Way:
+    """The way from `own` to the first donor's chain that holds `head`, said to be of entry `k`, all of it verified.
 
-    Raise StateUnavailable if the donors can't show one, BadPacket if what they show is false or of a lighter chain.
+    Raise StateUnavailable if the donors can't show one, BadPacket if what they show is false or of a chain that loses.
     """
-    entries = fetch_entries(law, net, donors, own)
-    if _reaches(own, entries, head):
-        return Way(None, entries, [])
+    if not _state_is_cheaper(law, own, net, donors[0], k):
+        entries = fetch_entries(law, net, donors, own)
+        if _reaches(own, entries, head):
+            return Way(None, entries, [])
     theirs = fetch_tip(net.fetch, donors[0])
     donors = tuple(dict.fromkeys((*donors, *theirs.members)))
-    fork = _state_at_fork(law, store, own, theirs)
-    if fork is not None:
+    parted_at = max(_shared(own, theirs), default=own.k)
+    if parted_at < own.k and (fork := _state_at(law, store, parted_at)) is not None:
         entries = fetch_entries(law, net, donors, fork.tip)
         if _reaches(fork.tip, entries, head):
-            _require_heavier(_tip_after(law, fork.tip, entries), own)
-            return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True)
+            waypoint = _require_better(law, store, net, donors[0], own, fork.tip, entries, parted_at=fork.tip.k)
+            return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True, waypoint=waypoint)
     base = load_state(theirs, donors)
     entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):
         raise StateUnavailable("that peer could not show the entry it is said to hold")
-    _require_heavier(_tip_after(law, base.tip, entries), own)
-    return Way(base, entries, _own_branch(law, store, base.tip, own))
+    parted_at = max(_shared(own, base.tip), default=0)
+    waypoint = _require_better(law, store, net, donors[0], own, base.tip, entries, parted_at)
+    return Way(base, entries, _own_branch(law, store, base.tip, own), waypoint=waypoint)
+
+
+def _state_is_cheaper(law: Law, own: Tip, net: Asking, donor: bytes, k: int) -> bool:
+    """Whether the entries up to the donor's pinned state are more bytes than that state."""
+    if (k - own.k) * law.layout.down_bytes < 8 * law.layout.n_elements:
+        return False
+    with contextlib.suppress(StateUnavailable):
+        manifest = fetch_manifest(law, net.fetch, donor)
+        return (manifest.k - own.k) * law.layout.down_bytes > manifest.size
+    return False
 
 
 def _reaches(tip: Tip, entries: Sequence[Checked], head: bytes) -> bool:
     return head in tip.recent or any(checked.head == head for checked in entries)
 
 
-def _tip_after(law: Law, tip: Tip, entries: Sequence[Checked]) -> Tip:
+def _require_better(law: Law, store: Store, net: Asking, donor: bytes, own: Tip, base: Tip, entries: Sequence[Checked],
+                    parted_at: int) -> Waypoint | None:
+    """Raise BadPacket unless the other chain wins; return the newest waypoint that its donor knows of."""
+    theirs = base
     for checked in entries:
-        tip = advance(law, tip, checked)
-    return tip
+        theirs = advance(law, theirs, checked)
+    heads = {*base.recent, *(checked.head for checked in entries)}
+    held = read_waypoint(law, store.waypoint())
+    theirs_newest = fetch_waypoint(law, net.fetch, donor)
+    require_better(own, held, theirs, heads, theirs_newest, parted_at)
+    return theirs_newest
 
 
-def _require_heavier(tip: Tip, own: Tip) -> None:
-    if not heavier(tip.weight, tip.head, own.weight, own.head):
-        raise BadPacket("a chain with fewer steps than this one")
-
-
-def _state_at_fork(law: Law, store: Store, own: Tip, theirs: Tip) -> State | None:
-    """The own state where the two chains part, from the own pinned states and log; None if it is older than those."""
+def _shared(own: Tip, theirs: Tip) -> list[int]:
+    """The entries whose heads both tips name alike."""
     heads = {own.k - i: head for i, head in enumerate(reversed(own.recent))}
-    shared = [k for i, head in enumerate(reversed(theirs.recent)) if heads.get(k := theirs.k - i) == head]
-    return _state_at(law, store, max(shared)) if shared else None
+    return [k for i, head in enumerate(reversed(theirs.recent)) if heads.get(k := theirs.k - i) == head]
 
 
 def _state_at(law: Law, store: Store, k: int) -> State | None:
@@ -109,10 +126,14 @@ def _state_at(law: Law, store: Store, k: int) -> State | None:
 
 
 def _own_branch(law: Law, store: Store, theirs: Tip, own: Tip) -> list[Checked]:
-    """The own entries since the oldest pinned state, but for those that are theirs too."""
-    state = next((s for k in store.pinned() if (s := store.state(law, k)) is not None), None)
-    entries = list(store.replayable(law, state.tip, own.k)) if state is not None else []
-    return [checked for checked in entries if checked.head not in theirs.recent]
+    """The own entries since the oldest pinned state that are known not to be theirs.
+
+    Of entries before the heads that their tip names nobody can say it: what those hold is not said again.
+    """
+    oldest = next((tip for k in store.pinned() if (tip := store.pinned_tip(k)) is not None), None)
+    first_named = theirs.k - len(theirs.recent) + 1
+    entries = store.replayable(law, oldest, own.k) if oldest is not None else ()
+    return [checked for checked in entries if checked.k >= first_named and checked.head not in theirs.recent]
 
 
 def decoded_parts(law: Law, payload: bytes, checked: Checked, peer: bytes) -> Tensor:

@@ -39,15 +39,16 @@ from p2p_muloco.addresses import reachable_addresses
 from p2p_muloco.chain import NODE, Law, Tip
 from p2p_muloco.config import RunConfig
 from p2p_muloco.door import measure_skew, refuse_twin
-from p2p_muloco.errors import MulocoError, NetworkError, StateUnavailable
+from p2p_muloco.errors import BadPacket, MulocoError, NetworkError, StateUnavailable
 from p2p_muloco.exchange import Outcome, Traffic
-from p2p_muloco.member import Committed, Member
+from p2p_muloco.member import Behind, Committed, Failed, Member
 from p2p_muloco.messages import FRAME_BYTES
 from p2p_muloco.packet import Packet
 from p2p_muloco.reports import Named, Report, report_period_s, with_named
 from p2p_muloco.snapshot import Store, WantEntry, serve
 from p2p_muloco.swarm import Clock, Node
 from p2p_muloco.transfer import Uploads
+from p2p_muloco.waypoint import Waypoint, read_waypoint
 from p2p_muloco.wire import Record
 
 __all__ = ["HivemindExchange", "NetworkOptions"]
@@ -59,6 +60,14 @@ SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train
 STATUS_S = 1.0  # between two reports to the trainer's process
 ADDRESSES_S = 10.0  # between two looks at own and others' addresses
 RECENT_ENTRIES = 2  # served from memory until the trainer has written them
+
+
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has both; elsewhere the second counts sleep too
+
+
+def steady_s() -> float:
+    """Seconds that go on while the machine sleeps, so that a closed lid is seen as a standstill."""
+    return time.clock_gettime(_STEADY)
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,8 @@ class HivemindExchange:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        until = time.monotonic() + timeout_s
-        while not self._outcomes and self._receive(max(0.0, until - time.monotonic())):
+        until = steady_s() + timeout_s
+        while not self._outcomes and self._receive(max(0.0, until - steady_s())):
             pass
         return self._outcomes.popleft() if self._outcomes else None
 
@@ -154,14 +163,17 @@ class HivemindExchange:
     def distrust(self, peer: bytes) -> None:
         self._send("distrust", peer)
 
+    def show_waypoint(self, waypoint: Waypoint) -> None:
+        self._send("waypoint", waypoint)
+
     def ask(self, donor: bytes, request: Record, max_bytes: int) -> int:
         ticket = next(self._numbers)
         self._send("fetch", ticket, donor, request, max_bytes)
         return ticket
 
     def answers(self, timeout_s: float) -> list[tuple[int, bytes | str]]:
-        until = time.monotonic() + timeout_s
-        while not self._answers and self._receive(max(0.0, until - time.monotonic())):
+        until = steady_s() + timeout_s
+        while not self._answers and self._receive(max(0.0, until - steady_s())):
             pass
         answers, self._answers = self._answers, {}
         return list(answers.items())
@@ -180,7 +192,7 @@ class HivemindExchange:
         return self._waiting_for
 
     def now(self) -> float:
-        return time.monotonic()
+        return steady_s()
 
     def report(self, report: Report) -> None:
         """Publish what people may know of this peer, now and then again until the next one."""
@@ -289,9 +301,9 @@ class _Hive:
         if self.member is None:
             return
         try:
-            act(self.member, time.monotonic())
+            act(self.member, steady_s())
             self._flush()
-            self.member.awake(time.monotonic())
+            self.member.awake(steady_s())
         except Exception:
             log.exception("a fault of p2p-muloco itself in its network process; please report the lines above")
             self._stopped.set()
@@ -317,14 +329,14 @@ class _Hive:
                 self.recent[outcome.checked.k] = outcome.checked.entry.pack()
                 while len(self.recent) > RECENT_ENTRIES:
                     self.recent.popitem(last=False)
-            else:
+            elif isinstance(outcome, Behind | Failed):
                 self.node.clear_bulk()
             self._tell("outcome", outcome, self.node.bytes_sent, self.node.bytes_received)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if member.wake_at is not None:
-            delay_s = max(0.0, member.wake_at - time.monotonic()) + 0.001
+            delay_s = max(0.0, member.wake_at - steady_s()) + 0.001
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _serve(self, request: Record) -> bytes:
@@ -366,6 +378,8 @@ class _Hive:
                 self._drive(lambda member, now: member.adopt(values[0]))
             case "distrust":
                 self._drive(lambda member, now: member.distrust(values[0], now))
+            case "waypoint":
+                self._drive(lambda member, now: member.show_waypoint(values[0]))
             case "fetch":
                 self._spawn(self._fetch(*values))
             case "report":
@@ -380,6 +394,8 @@ class _Hive:
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
         self.node.uploads = Uploads(rate_kbps * 125 / 2)  # the other half is left to exchanges
         self.member = self.options.member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
+        with contextlib.suppress(BadPacket):
+            self.member.waypoint = read_waypoint(law, self.store.waypoint())
         self._drive(lambda member, now: member.set_roster(self.reports, now))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:
@@ -415,10 +431,10 @@ class _Hive:
         met: list[str] = []
         looked_at = -math.inf
         while True:
-            if time.monotonic() > looked_at + ADDRESSES_S:
-                looked_at = time.monotonic()
+            if steady_s() > looked_at + ADDRESSES_S:
+                looked_at = steady_s()
                 with contextlib.suppress(Exception):  # p2pd is busy: the last answer stands
                     own, met = await self.node.addresses(), await self.node.known_addresses()
-            waiting = "" if self.member is None else self.member.waiting_for(time.monotonic())
+            waiting = "" if self.member is None else self.member.waiting_for(steady_s())
             self._tell("status", waiting, own, met, dict(self.reports), self._named())
             await asyncio.sleep(STATUS_S)

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from p2p_muloco.errors import ConfigError
 
-__all__ = ["PEER_ID_BYTES", "Identity", "parse_peer_id", "peer_name", "verify"]
+__all__ = ["PEER_ID_BYTES", "PEER_ID_PREFIX", "Identity", "parse_peer_id", "peer_name", "verify"]
 
 PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash of a libp2p PublicKey{type: Ed25519, data: 32 bytes}
 KEY_FILE_PREFIX = bytes.fromhex("08011240")  # libp2p PrivateKey{type: Ed25519, data: seed + public key}

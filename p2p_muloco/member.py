@@ -46,6 +46,7 @@ from p2p_muloco.identity import Identity
 from p2p_muloco.messages import EXCHANGING, GATHERING, TRAINING, Abandon, Join, Poll, Proof, StartMessage, TipMessage
 from p2p_muloco.opinion import OLD_PACKET, Opinion
 from p2p_muloco.packet import Packet
+from p2p_muloco.waypoint import Waypoint, claims_more, newer, read_waypoint
 from p2p_muloco.wire import Record
 
 __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
@@ -84,7 +85,7 @@ class Failed:
     retry_at: float
 
 
-Outcome = Committed | Behind | Failed
+Outcome = Committed | Behind | Failed | Waypoint  # the last: newer than those that this chain was known to hold
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Member:
         self.me = identity.peer_id
         self.mode, self.rate_kbps, self._declared_kbps = mode, rate_kbps, rate_kbps
         self.opinion = Opinion(self.me)
+        self.waypoint: Waypoint | None = None  # the newest that this chain holds
         self.roster: frozenset[bytes] = frozenset()
         self.outbox: list[tuple[bytes, Record]] = []
         self.outcomes: list[Outcome] = []
@@ -180,6 +182,12 @@ class Member:
             self._seek(now)
         self._lead_on(now)
         self._harvest(now)
+
+    def show_waypoint(self, waypoint: Waypoint) -> None:
+        """Keep it, if the owner signed it and this chain names its head; from then on whoever asks is told."""
+        if newer(waypoint, self.waypoint) and waypoint.is_on(self.tip) and waypoint.holds(self.law):
+            self.waypoint = waypoint
+            self.outcomes.append(waypoint)
 
     def ask(self, peer: bytes) -> None:
         """Poll one peer: it answers where it stands."""
@@ -439,16 +447,18 @@ class Member:
 
     def _say_tip(self, peer: bytes) -> None:
         leader = self._gathering.leader if self._gathering is not None and self.attempt is None else b""
-        self.outbox.append((peer, TipMessage(self.tip.k, self.tip.recent[-8:], self.tip.weight, self.phase, leader)))
+        waypoint = self.waypoint.pack() if self.waypoint is not None else b""
+        self.outbox.append((peer, TipMessage(self.tip.k, self.tip.recent[-8:], self.tip.weight, self.phase, leader, waypoint)))
 
     def _on_tip(self, sender: bytes, tip: TipMessage, now: float) -> None:
         head, g = tip.recent[-1], self._gathering
+        claimed = self._heard_waypoint(sender, tip.waypoint)
         if self.attempt is not None and sender in self.attempt.others and self.attempt.head in tip.recent:
             self.attempt.on_committed()
             return
         if self.attempt is not None and head == self.tip.head and tip.phase != EXCHANGING:
             self.attempt.on_outside(sender, now)
-        if head != self.tip.head and self._is_better(tip) and not self.opinion.distrusts(sender, now):
+        if head != self.tip.head and self._is_better(tip, claimed) and not self.opinion.distrusts(sender, now):
             self._tell_behind(sender, tip, now)
             return
         if g is None or (sender != g.leader and sender not in self._pool(now)):
@@ -480,12 +490,22 @@ class Member:
         elif g.leader == sender and its_leader != sender and self._may_lead(its_leader, now):
             self._follow(its_leader, now)
 
-    def _is_better(self, tip: TipMessage) -> bool:
+    def _heard_waypoint(self, sender: bytes, packed: bytes) -> Waypoint | None:
+        try:
+            waypoint = read_waypoint(self.law, packed)
+        except BadPacket:
+            self.opinion.name(sender, BROKE_RULE, self.tip.k + 1)
+            return None
+        if waypoint is not None:
+            self.show_waypoint(waypoint)
+        return waypoint
+
+    def _is_better(self, tip: TipMessage, claimed: Waypoint | None) -> bool:
         if self.tip.head in tip.recent[:-1]:
             return True
         if tip.recent[-1] in self.tip.recent:
             return False
-        return heavier(tip.weight, tip.recent[-1], self.tip.weight, self.tip.head)
+        return claims_more(self.tip, self.waypoint, claimed) or heavier(tip.weight, tip.recent[-1], self.tip.weight, self.tip.head)
 
     def _on_join(self, sender: bytes, join: Join, now: float) -> None:
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from p2p_muloco.chain import CLIENT, MAX_MEMBERS, NODE, Signed, SpanRecord
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES
+from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, integer, many, raw
 
 __all__ = [
@@ -36,6 +37,7 @@ class TipMessage(Record):
     weight: int = integer(0, 2**60)
     phase: int = integer(TRAINING, EXCHANGING)
     leader: bytes = raw(0, PEER_ID_BYTES)  # whom it follows while it gathers; itself if it leads
+    waypoint: bytes = raw(0, Waypoint.MAX_BYTES)  # the newest that its chain holds, packed; empty if none
 
 
 @dataclass(frozen=True)

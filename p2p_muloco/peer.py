@@ -32,6 +32,7 @@ from p2p_muloco.opinion import WHY
 from p2p_muloco.reports import Report
 from p2p_muloco.snapshot import Store, WantRun, write_atomically
 from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
+from p2p_muloco.waypoint import due_waypoint
 
 __all__ = ["Contribution", "Peer", "PeerNetwork", "choose_device"]
 
@@ -65,6 +66,17 @@ def choose_device(name: str) -> torch.device:
         present = ", ".join(kind for kind, is_there in there.items() if is_there)
         raise ConfigError(f"--device {name}: PyTorch finds none here; present: {present}; 'auto' takes the best")
     return torch.device(name)
+
+
+def _owner(key: Path | None, config: RunConfig) -> Identity | None:
+    if key is None:
+        return None
+    if not key.exists():
+        raise ConfigError(f"--owner-key {key}: there is no such file; `p2p-muloco bootstrap` wrote it as owner.key in its --home")
+    owner = Identity.load_or_create(key)
+    if owner.public_key.hex() != config.run.owner:
+        raise ConfigError(f"--owner-key {key}: it is not the key of run {config.run_id}; leave the option out if you don't own it")
+    return owner
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,7 @@ class Peer:
 
     def _build(self) -> None:
         law, peer, config = self.law, self.config, self.law.config
+        self._owner = _owner(peer.owner_key, config)
         if peer.threads:
             torch.set_num_threads(peer.threads)
         corpus = load_corpus(config.data, peer.data_path)
@@ -156,6 +169,8 @@ class Peer:
         if record["event"] == "round":
             self._remember_met()
             self.publish()
+            if self._owner is not None and (waypoint := due_waypoint(self._owner, self.trainer.state.tip)) is not None:
+                self.exchange.show_waypoint(waypoint)
         self._tell(record)
         reports, known = self.exchange.reports, self._named
         self._named = {(peer, why) for peer, why, _ in self.exchange.named}

@@ -21,20 +21,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
 from p2p_muloco.errors import BadPacket, DiskFull, StateUnavailable
 from p2p_muloco.packet import Layout
+from p2p_muloco.waypoint import Waypoint, read_waypoint
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
 __all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "Partial", "State", "Store", "WantChunk", "WantEntry", "WantManifest",
-           "WantRun", "WantTime", "WantTip", "chunk_bytes", "fetch_manifest", "fetch_tip", "serve", "state_digest",
+           "WantRun", "WantTime", "WantTip", "WantWaypoint", "chunk_bytes", "fetch_manifest", "fetch_tip", "fetch_waypoint", "serve", "state_digest",
            "write_atomically"]
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20
@@ -93,7 +95,16 @@ class WantTime(Record):
     KIND = 45
 
 
-REQUESTS: dict[int, type[Record]] = {r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime)}
+@dataclass(frozen=True)
+class WantWaypoint(Record):
+    """The newest waypoint that the donor's chain holds; empty if it knows of none."""
+
+    KIND = 46
+
+
+REQUESTS: dict[int, type[Record]] = {
+    r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime, WantWaypoint)
+}
 
 
 def chunk_bytes(size: int) -> int:
@@ -198,6 +209,16 @@ class Store:
             return (self.log / "tip.bin").read_bytes()
         return b""
 
+    def put_waypoint(self, packed: bytes) -> None:
+        """Keep the newest waypoint of this chain."""
+        write_atomically(self.log / "waypoint.bin", lambda path: path.write_bytes(packed))
+
+    def waypoint(self) -> bytes:
+        """The packed waypoint that was put last, or b''."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.log / "waypoint.bin").read_bytes()
+        return b""
+
     def own_packets(self) -> dict[bytes, bytes]:
         """This peer's counted packets in the log, by their sha256."""
         payloads = [path.read_bytes() for path in self.log.glob("packet-*.bin")]
@@ -280,7 +301,15 @@ class Store:
     def state(self, law: Law, k: int) -> State | None:
         """The state pinned after entry k; None if it isn't there or is damaged."""
         try:
-            return read_state(law, (self.snapshots / f"{k:09d}.safetensors").read_bytes())
+            return read_state(law, self.snapshots / f"{k:09d}.safetensors")
+        except (BadPacket, OSError):
+            return None
+
+    def pinned_tip(self, k: int) -> Tip | None:
+        """The tip of the state pinned after entry k; None if it isn't there or is damaged."""
+        try:
+            with _opened(self.snapshots / f"{k:09d}.safetensors") as (tip, _):
+                return tip
         except (BadPacket, OSError):
             return None
 
@@ -353,7 +382,7 @@ class Partial:
         """The whole state. Raise BadPacket if it breaks a rule; then it is deleted."""
         self.close()
         try:
-            return read_state(law, self.path.read_bytes())
+            return read_state(law, self.path)
         except BadPacket:
             self.path.unlink()
             raise
@@ -380,6 +409,8 @@ def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
             return store.manifest()
         case WantTip():
             return store.tip()
+        case WantWaypoint():
+            return store.waypoint()
         case WantChunk():
             return store.chunk(request.k, request.index, request.digest)
     raise BadPacket("not a request")
@@ -403,22 +434,27 @@ def fetch_manifest(law: Law, fetch: Fetch, donor: bytes) -> Manifest:
     raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule")
 
 
-def read_state(law: Law, whole: bytes) -> State:
-    """Check names, shapes, types and finiteness; raise BadPacket."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Tip, Any]]:
+    """(tip, open safetensors file) of a pinned state, mapped and not read; raise BadPacket or OSError."""
     try:
-        tensors = load(whole)  # checks the header's size and form before anything else reads it
-        header_size = int.from_bytes(whole[:8], "little")
-        metadata = json.loads(whole[8 : 8 + header_size])["__metadata__"]
-        tip = Tip.unpack(bytes.fromhex(metadata["tip"]))
+        with safe_open(path, "pt") as file:
+            yield Tip.unpack(bytes.fromhex(file.metadata()["tip"])), file
     except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError):  # torch's of shapes such as (0, 2^40, 2^40)
         raise BadPacket("not a safetensors state of this program") from None
+
+
+def read_state(law: Law, path: Path) -> State:
+    """Check names, shapes, types and finiteness; raise BadPacket. Tensor by tensor, so no copy of the file is made."""
     anchor, momentum = torch.empty(law.layout.n_elements), torch.empty(law.layout.n_elements)
-    for name, shape, place in law.layout.tensor_slices():
-        for prefix, flat in (("anchor", anchor), ("momentum", momentum)):
-            tensor = tensors.get(f"{prefix}/{name}")
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-                raise BadPacket(f"{prefix}/{name} is absent or not fp32 {shape}")
-            flat[place] = tensor.reshape(-1)
+    with _opened(path) as (tip, file):
+        names = set(file.keys())
+        for name, shape, place in law.layout.tensor_slices():
+            for prefix, flat in (("anchor", anchor), ("momentum", momentum)):
+                key = f"{prefix}/{name}"
+                if key not in names or (found := file.get_slice(key)).get_dtype() != "F32" or tuple(found.get_shape()) != shape:
+                    raise BadPacket(f"{key} is absent or not fp32 {shape}")
+                flat[place] = file.get_tensor(key).reshape(-1)
     if not (torch.isfinite(anchor).all() and torch.isfinite(momentum).all()):
         raise BadPacket("a state with numbers that are not finite")
     if tip.k and tip.recent[-1] != tip.head:
@@ -432,6 +468,11 @@ def fetch_tip(fetch: Fetch, donor: bytes) -> Tip:
     if not packed:
         raise StateUnavailable("that peer has no entry yet")
     return Tip.unpack(packed)
+
+
+def fetch_waypoint(law: Law, fetch: Fetch, donor: bytes) -> Waypoint | None:
+    """The newest that the donor's chain is said to hold; raise BadPacket if the owner did not sign it, or StateUnavailable."""
+    return read_waypoint(law, fetch(donor, WantWaypoint(), Waypoint.MAX_BYTES))
 
 
 def pack_request(request: Record) -> bytes:

@@ -36,6 +36,7 @@ from p2p_muloco.muon import MuonAdamW, clip_gradients, fresh_factor, learning_ra
 from p2p_muloco.packet import Layout, Packet
 from p2p_muloco.snapshot import State, Store
 from p2p_muloco.transfer import AskingUntil, Progress, fetch_state
+from p2p_muloco.waypoint import Waypoint
 
 __all__ = ["InnerLoop", "Trainer", "flat_weights", "genesis_state", "heldout_loss", "load_flat"]
 
@@ -311,6 +312,8 @@ class Trainer:
                 if self._round is not None:
                     self._round.retry_at = self.exchange.now()
                 self.catch_up(outcome)
+            case Waypoint():
+                self._on_disk(lambda: self.store.put_waypoint(outcome.pack()))
 
     def commit(self, checked: Checked, evaluate: bool = True) -> None:
         """Take the outer step of the entry after this tip, live or replayed: the same for both."""
@@ -421,12 +424,15 @@ class Trainer:
         known = dict.fromkeys((donor, *behind.donors, *self.state.tip.members))
         donors = tuple(peer for peer in known if peer != self.exchange.peer_id)
         net = AskingUntil(self.exchange, lambda: self._stopping)
-        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.head,
+        way = find_way(self.law, self.state.tip, self.store, net, donors, behind.k, behind.head,
                        lambda theirs, donors: self._better_state(net, theirs, donors))
         if way.base is not None:
             self._rebase(way.base, way)
         for checked in way.entries:
             self.commit(checked, evaluate=checked is way.entries[-1])
+        if way.waypoint is not None:
+            self.exchange.adopt(self.state.tip)
+            self.exchange.show_waypoint(way.waypoint)
 
     def _better_state(self, net: AskingUntil, theirs: Tip, donors: Sequence[bytes]) -> State:
         """The first donor's pinned state, if its chain may win over this one; raise BadPacket if it can't."""

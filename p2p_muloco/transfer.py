@@ -40,6 +40,7 @@ FAILURES = 3  # in a row, after which a donor is gone
 REST_S, LONGEST_REST_S = 0.25, 1.0  # of a donor that was busy or failed; doubled each time
 LATE, SOONEST_LATE_S = 2.0, 0.5  # of the usual time of a chunk: then a second donor is asked
 FIRST_LATE_S = 2.0  # while no time is usual yet
+FIRST_BYTES_PER_S = 1e6  # expected of a donor of entries that nothing is known of yet
 PACE_S = 10.0  # over which the rate is measured
 TURN_S = 0.25  # between two looks of the loops
 TELL_S = 0.5  # between two words about progress
@@ -325,7 +326,7 @@ def _require_pace(law: Law, tip: Tip, bytes_per_s: float) -> None:
     needed = _needed(law, tip)
     if bytes_per_s < needed:
         raise StateUnavailable(
-            f"this link moves {bytes_per_s * 8e-6:.2g} Mbit/s; this run needs at least {needed * 8e-6:.2g} Mbit/s down "
+            f"entries reach this peer at {bytes_per_s * 8e-6:.2g} Mbit/s; this run needs at least {needed * 8e-6:.2g} Mbit/s down "
             f"(an entry of {law.layout.down_bytes / 1e6:.2g} MB every {tip.period_ms / 1e3:.2g} s)")
 
 
@@ -346,6 +347,7 @@ class _Replay:
         self._tickets: dict[int, tuple[int, bytes]] = {}
         self._ahead = 1
         self._asked = tip.k
+        self._asked_at = 0.0  # the last time, of the entry that is waited for
         self._waits_s: list[float] = []
 
     def run(self) -> list[Checked]:
@@ -355,9 +357,17 @@ class _Replay:
             self.tip = advance(self.law, self.tip, checked)
             self._ahead = max(1, min(ENTRIES_AHEAD, ENTRIES_BYTES // max_entry_bytes(self.law)))
             if len(self._waits_s) > 4 and sum(self._waits_s) > JUDGED_AFTER_S:
-                usual_s = sorted(self._waits_s)[len(self._waits_s) // 2]
-                _require_pace(self.law, self.tip, self.law.layout.down_bytes / max(usual_s, 1e-3))
+                _require_pace(self.law, self.tip, self.law.layout.down_bytes / max(self._usual_s(), 1e-3))
         return entries
+
+    def _usual_s(self) -> float:
+        return sorted(self._waits_s)[len(self._waits_s) // 2]
+
+    def _patience_s(self) -> float:
+        """A frozen donor keeps its connections for long."""
+        if not self._waits_s:
+            return FIRST_LATE_S + self.law.layout.down_bytes / FIRST_BYTES_PER_S
+        return max(SOONEST_LATE_S, LATE * self._usual_s())
 
     def _next(self) -> Checked | None:
         """The entry after `tip`; None where the first donor has none, or one of another chain."""
@@ -365,7 +375,7 @@ class _Replay:
         while self._asked < self.tip.k + self._ahead:
             self._asked += 1
             self._ask(self._asked, self._alive[0] if self._ahead == 1 else min(self._alive, key=self._rank))
-        began_at = self.net.now()
+        began_at = self._asked_at = self.net.now()
         while True:
             donor, packed = self._wait(k)
             with contextlib.suppress(BadPacket):
@@ -383,6 +393,7 @@ class _Replay:
         return hashlib.sha256(self.net.peer_id + donor + self._asked.to_bytes(8, "big")).digest()
 
     def _ask(self, k: int, donor: bytes) -> None:
+        self._asked_at = self.net.now()
         self._tickets[self.net.ask(donor, WantEntry(k), max_entry_bytes(self.law))] = k, donor
 
     def _wait(self, k: int) -> tuple[bytes, bytes]:
@@ -391,11 +402,23 @@ class _Replay:
             for ticket, answer in self.net.answers(TURN_S):
                 asked, donor = self._tickets.pop(ticket, (0, b""))
                 if isinstance(answer, bytes):
-                    self._answers[asked] = donor, answer
+                    if asked > self.tip.k:
+                        self._answers.setdefault(asked, (donor, answer))
                 elif asked:
                     if donor in self._alive:
                         self._alive.remove(donor)
                     if not self._alive:
                         raise StateUnavailable(answer)
                     self._ask(asked, self._alive[0])
+            if k not in self._answers and self.net.now() > self._asked_at + self._patience_s():
+                self._ask_another(k)
         return self._answers.pop(k)
+
+    def _ask_another(self, k: int) -> None:
+        """Whoever is late is asked no more until all others are late too; if it was followed, the next one is."""
+        late = [donor for asked, donor in self._tickets.values() if asked == k]
+        self._alive = [d for d in self._alive if d not in late] + [d for d in self._alive if d in late]
+        if self._alive[0] in late:
+            self._asked_at = self.net.now()  # all of them are asked already
+        else:
+            self._ask(k, self._alive[0])

@@ -20,7 +20,7 @@ import atheris
 with atheris.instrument_imports(include=["p2p_muloco"]):
     import kit
     import torch
-    from test_fuzz import HASH, LAW, ME, sound_state
+    from test_fuzz import HASH, LAW, ME, sound_state, state_of
     from test_wire import FRAMED, RECORDS, entry_bytes
 
     from p2p_muloco import chain
@@ -31,8 +31,9 @@ with atheris.instrument_imports(include=["p2p_muloco"]):
     from p2p_muloco.errors import BadPacket, ConfigError, StateUnavailable
     from p2p_muloco.messages import KINDS
     from p2p_muloco.reports import Report, pack_report, read_report
-    from p2p_muloco.snapshot import REQUESTS, fetch_manifest, read_request, read_state
-    from p2p_muloco.wire import read_frame, write_frame
+    from p2p_muloco.snapshot import REQUESTS, WantChunk, WantEntry, WantRun, fetch_manifest, pack_request, read_request
+    from p2p_muloco.waypoint import Waypoint, read_waypoint
+    from p2p_muloco.wire import Record, read_frame, write_frame
 
 chain.verify = lambda peer, purpose, message, signature: True  # who signs may write what it likes
 ENTRY_LAW, SMALL = kit.law(kit.VECTORS, min_peers=2), kit.law({"a": (4,), "b": (2, 3)})
@@ -43,16 +44,17 @@ REPORT = Report(run_id="r", peer=ME.peer_id, name="n", k=1, head=HASH, inner_ste
 def samples() -> list[tuple[Callable[[bytes], Any], list[bytes]]]:
     """Each decoder with sound inputs."""
     frames = [b"".join(map(bytes, write_frame(record))) for record in FRAMED]
-    requests = [b"".join(write_frame(kind(*fields))) for kind, fields in zip(REQUESTS.values(), ((HASH,), (3,), (), (3, 1)),
-                                                                              strict=True)]
+    fields: dict[type[Record], tuple[Any, ...]] = {WantRun: (HASH,), WantEntry: (3,), WantChunk: (3, 1, HASH)}
+    requests = [pack_request(kind(*fields.get(kind, ()))) for kind in REQUESTS.values()]
     found: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
         (lambda b: read_frame(b, KINDS), frames),
         (read_request, requests),
+        (lambda b: read_waypoint(LAW, b), [Waypoint(3, HASH, bytes(64)).pack()]),
         *((type(record).unpack, [record.pack()]) for record in RECORDS[:4]),
         (lambda b: Entry.unpack(b, 10**6), [entry_bytes()]),
         (applied, [entry_bytes()]),
         (read_report, [pack_report(Signed.make(REPORT, ME))]),
-        (lambda b: read_state(SMALL, b), [sound_state(SMALL)]),
+        (lambda b: state_of(SMALL, b), [sound_state(SMALL)]),
         (lambda b: fetch_manifest(LAW, lambda donor, request, most: b, b""), [b"\x93\x01\x05\x90"]),
         (RunConfig.from_bytes, [RunConfig().to_bytes()]),
         (lambda b: RunConfig.from_toml(b.decode(errors="replace")), [b"[run]\nseed = 1\n[inner]\nlr = 0.1\n"]),

@@ -81,6 +81,7 @@ from p2p_muloco.snapshot import (
     serve,
 )
 from p2p_muloco.transfer import fetch_state
+from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, read_frame
 
 HASH = b"\x11" * 32
@@ -89,6 +90,13 @@ N = 4
 TIP = kit.established(LAW, N)
 ME, *OTHERS = (kit.identity(i) for i in range(N))
 STRANGER = kit.identity(77)
+
+
+def state_of(law: Law, whole: bytes) -> State:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(whole)
+        file.flush()
+        return read_state(law, Path(file.name))
 
 
 @contextlib.contextmanager
@@ -362,21 +370,21 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_sound_state_is_read_in_memory_of_its_size() -> None:
     whole = sound_state()
     with at_most(8 * len(whole) + 2**20):
-        assert read_state(LAW, whole).tip == TIP
+        assert state_of(LAW, whole).tip == TIP
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_headers_of_states_that_lie_are_refused(lie: str) -> None:
     whole = with_header(LIES[lie])
     with at_most(8 * len(whole) + 2**20):
-        assert refused_or(lambda: read_state(LAW, whole)) is None or lie == "3,000 nothings"
+        assert refused_or(lambda: state_of(LAW, whole)) is None or lie == "3,000 nothings"
 
 
 @pytest.mark.parametrize("size", [0, 7, 10**6, 2**63, 2**64 - 1])
 def test_a_header_size_that_lies_is_refused(size: int) -> None:
     for rest in (b"", b"{}", sound_state()[8:]):
         with at_most(8 * len(sound_state()) + 2**20), pytest.raises(BadPacket):
-            read_state(LAW, size.to_bytes(8, "little") + rest)
+            state_of(LAW, size.to_bytes(8, "little") + rest)
 
 
 @settings(max_examples=50, deadline=None)
@@ -391,7 +399,7 @@ def test_spoiled_states_are_refused_or_whole_and_finite(data: st.DataObject) -> 
         spoiled(whole), spoiled(whole[: 8 + size]).map(lambda head: head + whole[8 + size :]),
         st.tuples(field, value).map(lambda c: with_header(lambda h: h | {ANY: h[ANY] | {c[0]: c[1]}})),
     ))
-    state = refused_or(lambda: read_state(LAW, packed))
+    state = refused_or(lambda: state_of(LAW, packed))
     if state is not None:
         assert len(state.anchor) == len(state.momentum) == LAW.layout.n_elements
         assert bool(torch.isfinite(state.anchor).all() and torch.isfinite(state.momentum).all())
@@ -557,7 +565,8 @@ def messages(draw: st.DrawFn, true: Signed) -> Record:
     if kind is TipMessage:
         recent = tuple(draw(st.lists(heads, min_size=1, max_size=8)))
         leader = draw(peers.map(lambda p: p.peer_id) | st.binary(max_size=PEER_ID_BYTES))
-        return TipMessage(draw(ks), recent, draw(st.integers(0, 2**60)), draw(st.integers(0, 2)), leader)
+        waypoint = draw(st.just(b"") | st.binary(max_size=Waypoint.MAX_BYTES) | st.builds(Waypoint.sign, peers, ks, heads).map(Waypoint.pack))
+        return TipMessage(draw(ks), recent, draw(st.integers(0, 2**60)), draw(st.integers(0, 2)), leader, waypoint)
     if kind is Join:
         hello = draw(hellos())
         return Join(draw(st.just(hello.body) | st.binary(min_size=1, max_size=256)), hello.signature, draw(st.integers(0, 1)), 9)
@@ -635,7 +644,7 @@ def flood(kind: str, i: int) -> Record:
         case "polls":
             return Poll(unique, i, 1)
         case "tips":
-            return TipMessage(5, (unique,) * 8, 2**60 - i, 1, unique)
+            return TipMessage(5, (unique,) * 8, 2**60 - i, 1, unique, b"")
         case "joins":
             return Join(hello_of(kit.identity(1000 + i)).body, bytes(64), 1, 1)
         case "starts of nobody":

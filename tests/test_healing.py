@@ -8,28 +8,38 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import Driver, Swarm, established
 from kit import law as small_law
 from test_trainer import corpus, law
 
+from p2p_muloco.chain import Law
 from p2p_muloco.exchange import Fault, LocalNetwork, Partition
 from p2p_muloco.healing import Way, carried_work, decoded_parts
 from p2p_muloco.identity import Identity
 from p2p_muloco.simulate import local_trainer, run_swarm
-from p2p_muloco.trainer import Trainer
+from p2p_muloco.trainer import Trainer, flat_weights
+from p2p_muloco.waypoint import due_waypoint
 
 
 def islands(folder: Path, n: int, *partitions: Partition, until_s: float, faults: tuple[Fault, ...] = (),
-            snapshot_every: int = 50) -> tuple[list[Trainer], list[dict[str, Any]]]:
-    """n trainers with rounds of one step of 4 s, run to a moment on the virtual clock."""
+            snapshot_every: int = 50, owner: Identity | None = None) -> tuple[list[Trainer], list[dict[str, Any]]]:
+    """n trainers with rounds of one step of 4 s, run to a moment on the virtual clock. The owner's peer is the first."""
     l = law(n, rounds=10**6, inner_steps=1, overlap="keep", clock="time", snapshot_every=snapshot_every, min_peers=1)  # noqa: E741
+    if owner is not None:
+        l = Law.of(dataclasses.replace(l.config, run=dataclasses.replace(l.config.run, owner=owner.public_key.hex())))  # noqa: E741
     network = LocalNetwork(partitions=partitions, faults=faults)
     records: list[dict[str, Any]] = []
 
     def sink(i: int) -> Any:
-        return lambda record: records.append({"peer": i, **record})
+        def take(record: dict[str, Any]) -> None:
+            records.append({"peer": i, **record})
+            if owner is not None and i == 0 and (waypoint := due_waypoint(owner, trainers[0].state.tip)):
+                trainers[0].exchange.show_waypoint(waypoint)
+
+        return take
 
     trainers = [local_trainer(l, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i), record=sink(i))
                 for i in range(n)]
@@ -142,3 +152,55 @@ def test_whatever_happens_equal_heads_are_equal_states_and_one_chain_is_left(
     assert_healed(trainers)
     for t in trainers:
         assert torch.isfinite(t.state.anchor).all() and torch.isfinite(t.residual).all()
+
+
+# -- what was learned is counted or carried
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=st.integers(2, 9), faults=st.lists(FAULTS, max_size=4), up=st.sampled_from(["statistical4", "absmax2", "topk"]))
+def test_all_that_a_peer_learned_is_counted_or_carried(
+    tmp_path_factory: pytest.TempPathFactory, n: int, faults: list[Fault], up: str,
+) -> None:
+    """beta = 1 and no fork: for each element, minus all inner progress = sum of counted D(q) + (anchor - theta) + e."""
+    folder = tmp_path_factory.mktemp("plan")
+    faults = [dataclasses.replace(fault, peer=fault.peer % n) for fault in faults if fault.kind != "kill" or fault.peer % n]
+    l = law(n, rounds=10**6, inner_steps=2, overlap="keep", clock="time", snapshot_every=10**4, min_peers=1, beta=1.0, up=up)  # noqa: E741
+    network = LocalNetwork(faults=tuple(faults))
+    events: list[str] = []
+    trainers = [local_trainer(l, Identity(bytes([i + 1]) * 32), network, corpus(), folder / str(i),
+                              record=lambda record: events.append(record["event"])) for i in range(n)]
+    learned = [torch.zeros(l.layout.n_elements, dtype=torch.float64) for _ in trainers]
+    for trainer, total in zip(trainers, learned, strict=True):
+        trainer.inner.step = _counting(trainer, total)  # type: ignore[method-assign]
+    run_swarm(network, trainers, [2.0] * n, until=lambda: network.now > 120.0)
+    assert "rolled_back" not in events and max(t.state.tip.k for t in trainers) > 5
+    if "rebased" in events:
+        return
+    for trainer, total in zip(trainers, learned, strict=True):
+        unsaid = (trainer.state.anchor - flat_weights(trainer.inner.model)).double() + trainer.residual
+        assert_close(_counted(l, trainer) + unsaid, -total)
+
+
+def _counting(trainer: Trainer, total: Tensor) -> Any:
+    step = trainer.inner.step
+
+    def counted(lr: float) -> float:
+        before = flat_weights(trainer.inner.model)
+        loss = step(lr)
+        total.add_((flat_weights(trainer.inner.model) - before).double())
+        return loss
+
+    return counted
+
+
+def _counted(l: Any, trainer: Trainer) -> Tensor:  # noqa: E741
+    said, me, packets = torch.zeros(l.layout.n_elements, dtype=torch.float64), trainer.exchange.peer_id, trainer.store.own_packets()
+    for checked in trainer.store.replayable(l, l.genesis):
+        for hello in checked.counted:
+            if hello.peer == me:
+                said += decoded_parts(l, packets[hello.digest], checked, me)
+    return said
+
+
+def assert_close(a: Tensor, b: Tensor) -> None:
+    assert float((a - b).abs().max()) < 1e-5 * max(1.0, float(b.abs().max()))

@@ -16,6 +16,7 @@ LAYERS = [
     {"merge", "model", "data"},
     {"packet"},
     {"chain"},
+    {"waypoint"},
     {"bounds", "messages", "snapshot"},
     {"checkpoint", "held", "opinion", "reduce", "transfer"},
     {"allreduce", "reports"},

@@ -355,7 +355,7 @@ def honest(n: int = 3) -> Swarm:
 
 def test_behind_is_told_once_until_the_trainer_has_dealt_with_it() -> None:
     member = honest().members[0]
-    better = TipMessage(9, (member.tip.head, b"\x09" * 32), 10**6, TRAINING, b"")
+    better = TipMessage(9, (member.tip.head, b"\x09" * 32), 10**6, TRAINING, b"", b"")
     for i in range(1000):
         member.deliver(identity(i + 10).peer_id, better, float(i))
     assert member.outcomes == [Behind(9, b"\x09" * 32, (identity(10).peer_id,))]
@@ -371,7 +371,7 @@ def test_a_stranger_that_claims_to_be_ahead_stops_no_exchange() -> None:
     swarm.begin()
     start_of(swarm)
     member = next(m for m in swarm.members if m.attempt)
-    member.deliver(identity(99).peer_id, TipMessage(9, (b"\x09" * 32,), 10**9, TRAINING, b""), swarm.network.now)
+    member.deliver(identity(99).peer_id, TipMessage(9, (b"\x09" * 32,), 10**9, TRAINING, b"", b""), swarm.network.now)
     assert member.phase == EXCHANGING and not member.outcomes
 
 
@@ -385,7 +385,7 @@ def test_memory_is_bounded_against_strangers() -> None:
         if i < 2 * MAX_JOINS:
             signed = Signed.make(hello, who)
             member.deliver(who.peer_id, Join(signed.body, signed.signature, 1, 1), 0.0)
-        member.deliver(who.peer_id, TipMessage(0, (b"\x07" * 32,), 0, TRAINING, b""), 0.0)
+        member.deliver(who.peer_id, TipMessage(0, (b"\x07" * 32,), 0, TRAINING, b"", b""), 0.0)
         for group in range(3):
             member.deliver(who.peer_id, Parts(bytes([group]) * 32, 0, 1, bytes(1000)), 0.0)
         member.gone(who.peer_id, 0.0) if i >= 2 * MAX_JOINS else None
@@ -406,8 +406,8 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
     group, head, n = rng.choice(groups), rng.choice(heads), rng.randint(0, 5)
     peer = rng.choice(swarm.members).me
     return rng.choice([
-        Poll(head, n, rng.randint(0, 2)), TipMessage(n, (rng.choice(heads), head), n * 20, rng.randint(0, 2), peer),
-        TipMessage(n, (head,), n, GATHERING, b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
+        Poll(head, n, rng.randint(0, 2)), TipMessage(n, (rng.choice(heads), head), n * 20, rng.randint(0, 2), peer, b""),
+        TipMessage(n, (head,), n, GATHERING, b"", b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
         Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), Fetch(group, n),
         RecordMessage(group, rng.randbytes(50), rng.randbytes(64)), Confirm(group, rng.randbytes(32), rng.randbytes(64)),

@@ -78,9 +78,9 @@ def test_all_peers_pin_the_same_bytes(tmp_path: Path) -> None:
     for i in range(4):
         store = a_store(tmp_path / str(i))
         manifests.append(store.manifest())
-        whole = (store.snapshots / "000000005.safetensors").read_bytes()
+        taken = read_state(LAW, store.snapshots / "000000005.safetensors")
         store.pin(a_state(k=6))
-        store.restart_from(read_state(LAW, whole))
+        store.restart_from(taken)
         manifests.append(store.manifest())
     assert len(set(manifests)) == 1
 
@@ -335,7 +335,7 @@ def test_a_link_that_can_never_keep_up_is_told_the_number_it_needs(tmp_path: Pat
     with pytest.raises(StateUnavailable) as told:
         take(joiner(network, 9), [one], tmp_path / "partial")
     need = len(entry) * 8e-6 / 3
-    assert str(told.value) == (f"this link moves 0.04 Mbit/s; this run needs at least {need:.2g} Mbit/s down "
+    assert str(told.value) == (f"entries reach this peer at 0.04 Mbit/s; this run needs at least {need:.2g} Mbit/s down "
                                f"(an entry of {len(entry) / 1e6:.2g} MB every 3 s)")
 
 

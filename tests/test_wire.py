@@ -43,7 +43,7 @@ TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, pe
 RECORDS: list[Record] = [
     HELLO, START, TIP, Order(start=HASH, span=1, turn=2, by=PEER),
     SpanRecord(start=HASH, span=1, turn=2, digest=HASH, counts=(1, 2**24), reasons=(0, 3), ratio_sum=0.5, ratio_count=1),
-    Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b""), Join(HELLO.pack(), SIGNATURE, 1, 1),
+    Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b"", b""), Join(HELLO.pack(), SIGNATURE, 1, 1),
     StartMessage(START.pack(), SIGNATURE), Parts(HASH, 0, 2**24, b"data"), Averaged(HASH, 63, 1, 5, 6, b""),
     RecordMessage(HASH, b"body", SIGNATURE), Confirm(HASH, HASH, SIGNATURE), Fetch(HASH, 0),
     Reassign(HASH, b"body", SIGNATURE), Abandon(HASH), Proof(START.leader, (b"a", b"b"), (SIGNATURE, SIGNATURE)),
