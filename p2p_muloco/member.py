@@ -505,7 +505,8 @@ class Member:
             return True
         if tip.recent[-1] in self.tip.recent:
             return False
-        return claims_more(self.tip, self.waypoint, claimed) or heavier(tip.weight, tip.recent[-1], self.tip.weight, self.tip.head)
+        is_heavier = heavier(tip.weight, tip.recent[-1], self.tip.weight, self.tip.head)
+        return is_heavier or claims_more(self.tip, self.waypoint, claimed)
 
     def _on_join(self, sender: bytes, join: Join, now: float) -> None:
         try:

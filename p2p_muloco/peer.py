@@ -75,7 +75,7 @@ def _owner(key: Path | None, config: RunConfig) -> Identity | None:
         raise ConfigError(f"--owner-key {key}: there is no such file; `p2p-muloco bootstrap` wrote it as owner.key in its --home")
     owner = Identity.load_or_create(key)
     if owner.public_key.hex() != config.run.owner:
-        raise ConfigError(f"--owner-key {key}: it is not the key of run {config.run_id}; leave the option out if you don't own it")
+        raise ConfigError(f"--owner-key {key}: it is not the key of run {config.run_id}; leave the option out")
     return owner
 
 

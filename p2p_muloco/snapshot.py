@@ -36,7 +36,8 @@ from p2p_muloco.waypoint import Waypoint, read_waypoint
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
 __all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "Partial", "State", "Store", "WantChunk", "WantEntry", "WantManifest",
-           "WantRun", "WantTime", "WantTip", "WantWaypoint", "chunk_bytes", "fetch_manifest", "fetch_tip", "fetch_waypoint", "serve", "state_digest",
+           "WantRun", "WantTime", "WantTip", "WantWaypoint", "chunk_bytes", "fetch_manifest", "fetch_tip",
+           "fetch_waypoint", "serve", "state_digest",
            "write_atomically"]
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20

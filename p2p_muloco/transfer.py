@@ -326,8 +326,8 @@ def _require_pace(law: Law, tip: Tip, bytes_per_s: float) -> None:
     needed = _needed(law, tip)
     if bytes_per_s < needed:
         raise StateUnavailable(
-            f"entries reach this peer at {bytes_per_s * 8e-6:.2g} Mbit/s; this run needs at least {needed * 8e-6:.2g} Mbit/s down "
-            f"(an entry of {law.layout.down_bytes / 1e6:.2g} MB every {tip.period_ms / 1e3:.2g} s)")
+            f"entries reach this peer at {bytes_per_s * 8e-6:.2g} Mbit/s; this run needs at least {needed * 8e-6:.2g} Mbit/s "
+            f"down (an entry of {law.layout.down_bytes / 1e6:.2g} MB every {tip.period_ms / 1e3:.2g} s)")
 
 
 def fetch_entries(law: Law, net: Asking, donors: Sequence[bytes], tip: Tip) -> list[Checked]:

@@ -88,7 +88,7 @@ def require_better(own: Tip, held: Waypoint | None, theirs: Tip, their_heads: Co
     their_rank = max(rank(their_waypoint, theirs_held), rank(held, shared))
     own_rank = max(rank(held, True), rank(their_waypoint, their_waypoint is not None and their_waypoint.is_on(own)))
     if their_rank < own_rank:
-        raise BadPacket(f"a chain without entry {own_rank} as the run's owner signed it; if the owner has not signed for long, an "
-                        "empty --home follows the heavier chain")
+        raise BadPacket(f"a chain without entry {own_rank} as the run's owner signed it; if the owner has not signed for long, "
+                        "an empty --home follows the heavier chain")
     if their_rank == own_rank and not heavier(theirs.weight, theirs.head, own.weight, own.head):
         raise BadPacket("a chain with fewer steps than this one")
