@@ -449,12 +449,14 @@ def read_state(law: Law, path: Path) -> State:
     """Check names, shapes, types and finiteness; raise BadPacket. Tensor by tensor, so no copy of the file is made."""
     anchor, momentum = torch.empty(law.layout.n_elements), torch.empty(law.layout.n_elements)
     with _opened(path) as (tip, file):
-        names = set(file.keys())
+        if set(file.keys()) != {f"{prefix}/{name}" for name in law.layout.names for prefix in ("anchor", "momentum")}:
+            raise BadPacket("a state of other tensors than this model has")
         for name, shape, place in law.layout.tensor_slices():
             for prefix, flat in (("anchor", anchor), ("momentum", momentum)):
                 key = f"{prefix}/{name}"
-                if key not in names or (found := file.get_slice(key)).get_dtype() != "F32" or tuple(found.get_shape()) != shape:
-                    raise BadPacket(f"{key} is absent or not fp32 {shape}")
+                found = file.get_slice(key)
+                if found.get_dtype() != "F32" or tuple(found.get_shape()) != shape:
+                    raise BadPacket(f"{key} is not fp32 {shape}")
                 flat[place] = file.get_tensor(key).reshape(-1)
     if not (torch.isfinite(anchor).all() and torch.isfinite(momentum).all()):
         raise BadPacket("a state with numbers that are not finite")

@@ -157,7 +157,8 @@ def test_whatever_happens_equal_heads_are_equal_states_and_one_chain_is_left(
 # -- what was learned is counted or carried
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(n=st.integers(2, 9), faults=st.lists(FAULTS, min_size=1, max_size=4), up=st.sampled_from(["statistical4", "absmax2", "topk"]))
+@given(n=st.integers(2, 9), faults=st.lists(FAULTS, min_size=1, max_size=4),
+       up=st.sampled_from(["statistical4", "absmax2", "topk"]))
 def test_all_that_a_peer_learned_is_counted_or_carried(
     tmp_path_factory: pytest.TempPathFactory, n: int, faults: list[Fault], up: str,
 ) -> None:
