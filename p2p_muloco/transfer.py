@@ -415,10 +415,9 @@ class _Replay:
         return self._answers.pop(k)
 
     def _ask_another(self, k: int) -> None:
-        """Whoever is late is asked no more until all others are late too; if it was followed, the next one is."""
-        late = [donor for asked, donor in self._tickets.values() if asked == k]
-        self._alive = [d for d in self._alive if d not in late] + [d for d in self._alive if d in late]
-        if self._alive[0] in late:
-            self._asked_at = self.net.now()  # all of them are asked already
-        else:
-            self._ask(k, self._alive[0])
+        """Whoever is late is asked no more, if there is another; if it was followed, the next one is."""
+        late = {donor for asked, donor in self._tickets.values() if asked == k}
+        self._asked_at = self.net.now()
+        if others := [donor for donor in self._alive if donor not in late]:
+            self._alive = others
+            self._ask(k, others[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kit import Driver, Swarm, established
 from kit import law as small_law
-from test_trainer import corpus, law
+from test_trainer import behind_of, corpus, law, swarm
 from torch import Tensor
 
 from p2p_muloco.chain import Law
 from p2p_muloco.exchange import Fault, LocalNetwork, Partition
-from p2p_muloco.healing import Way, carried_work, decoded_parts
+from p2p_muloco.healing import Way, _own_branch, carried_work, decoded_parts
 from p2p_muloco.identity import Identity
 from p2p_muloco.simulate import local_trainer, run_swarm
 from p2p_muloco.trainer import Trainer, flat_weights
+from p2p_muloco.transfer import fetch_entries
 from p2p_muloco.waypoint import due_waypoint
 
 
@@ -205,3 +207,50 @@ def _counted(l: Any, trainer: Trainer) -> Tensor:  # noqa: E741
 
 def assert_close(a: Tensor, b: Tensor) -> None:
     assert float((a - b).abs().max()) < 1e-5 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize(("their_k", "named", "shared", "left"), [
+    (12, 13, 12, []), (14, 15, 12, []),  # they stand where this peer stands, or two entries on
+    (14, 15, 4, range(5, 13)),  # a fork after entry 4
+    (14, 7, 4, range(8, 13)),  # a fork before the heads that they name, 8 to 14: what is older may be theirs
+    (200, 64, 0, []),  # all of it may be: what it holds is not said again
+])
+def test_only_entries_that_are_known_not_to_be_theirs_are_a_branch(
+    tmp_path: Path, their_k: int, named: int, shared: int, left: Sequence[int],
+) -> None:
+    run_law = law(2, rounds=12, inner_steps=1, snapshot_every=100)
+    trainer = swarm(run_law, 2, tmp_path)[0]
+    own = trainer.state.tip
+    heads = tuple(own.recent[k] if k <= shared else bytes([k]) * 32 for k in range(their_k - named + 1, their_k + 1))
+    theirs = dataclasses.replace(own, k=their_k, head=heads[-1], recent=heads)
+    assert [checked.k for checked in _own_branch(run_law, trainer.store, theirs, own)] == list(left)
+
+
+# -- which way, and from whom
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["the one that is followed", "another"])
+def test_a_frozen_donor_of_entries_costs_seconds(tmp_path: Path, frozen: int) -> None:
+    """A frozen process keeps its connections: only time tells."""
+    run_law = law(2, rounds=12, snapshot_every=100)
+    trainers = swarm(run_law, 2, tmp_path)
+    network, donors = LocalNetwork(), [b"first", b"second"]
+    network.stores |= {donor: trainer.store for donor, trainer in zip(donors, trainers, strict=True)}
+    network._frozen[donors[frozen]] = 60.0
+    fresh = local_trainer(run_law, Identity(bytes([9]) * 32), network, corpus(), tmp_path / "fresh")
+    entries = fetch_entries(run_law, fresh.exchange, donors, run_law.genesis)
+    assert [checked.k for checked in entries] == list(range(1, 13)) and network.now < 5.0
+
+
+@pytest.mark.parametrize(("rounds", "taken"), [(3, False), (40, True)])
+def test_a_state_is_taken_before_entries_that_are_more_bytes(tmp_path: Path, rounds: int, taken: bool) -> None:
+    run_law, events = law(2, rounds=rounds, inner_steps=1, snapshot_every=rounds), list[str]()
+    trainers = swarm(run_law, 2, tmp_path)
+    store = trainers[0].store
+    assert store.entry(1) and rounds in store.pinned(), "both ways are open"
+    network = LocalNetwork()
+    network.stores[b"donor"] = store
+    fresh = local_trainer(run_law, Identity(bytes([9]) * 32), network, corpus(), tmp_path / "fresh",
+                          record=lambda record: events.append(record["event"]))
+    fresh.catch_up(behind_of(trainers[0], b"donor"))
+    assert fresh.state.tip == trainers[0].state.tip and fresh.state.digest == trainers[0].state.digest
+    assert ("downloading" in events) == taken
