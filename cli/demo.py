@@ -231,8 +231,8 @@ def _train_alone(screen: Any, config: RunConfig, home: Path, steps: int, windows
     """Held-out loss of the same trainer with nobody else: same steps, same schedule, a group of one."""
     from p2p_muloco.chain import Law
     from p2p_muloco.data import load_corpus
-    from p2p_muloco.exchange import LocalNetwork
     from p2p_muloco.identity import Identity
+    from p2p_muloco.local import LocalNetwork
     from p2p_muloco.simulate import local_trainer, run_swarm
     from p2p_muloco.trainer import heldout_loss, load_flat
 

@@ -21,8 +21,8 @@ from p2p_muloco.chain import Law
 from p2p_muloco.chaos import MISBEHAVIOURS
 from p2p_muloco.config import InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.data import heldout_windows, load_corpus
-from p2p_muloco.exchange import LocalNetwork
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import LocalNetwork
 from p2p_muloco.misbehave import Misbehaving
 from p2p_muloco.opinion import WHY
 from p2p_muloco.simulate import local_trainer, run_swarm

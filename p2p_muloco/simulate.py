@@ -12,8 +12,8 @@ from pathlib import Path
 
 from p2p_muloco.chain import Law
 from p2p_muloco.data import Corpus, Stream
-from p2p_muloco.exchange import LocalExchange, LocalNetwork
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import LocalExchange, LocalNetwork
 from p2p_muloco.member import Member
 from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT

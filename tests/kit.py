@@ -12,8 +12,9 @@ from torch import Tensor
 from p2p_muloco.chain import Checked, Law, Tip, advance, check_entry, merged_update
 from p2p_muloco.config import CodecConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.errors import StateUnavailable
-from p2p_muloco.exchange import Behind, Committed, Failed, Fault, LocalExchange, LocalNetwork, Outcome
+from p2p_muloco.exchange import Behind, Committed, Failed, Outcome
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import Fault, LocalExchange, LocalNetwork
 from p2p_muloco.member import Member
 from p2p_muloco.outer import outer_step
 from p2p_muloco.packet import Layout, Packet

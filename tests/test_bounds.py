@@ -31,8 +31,8 @@ from p2p_muloco.bounds import (
 from p2p_muloco.chain import Law
 from p2p_muloco.config import CODECS, CodecConfig, InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.data import load_corpus
-from p2p_muloco.exchange import LocalNetwork
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import LocalNetwork
 from p2p_muloco.muon import MuonAdamW, learning_rate
 from p2p_muloco.packet import Layout
 from p2p_muloco.simulate import local_trainer, run_swarm

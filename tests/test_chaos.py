@@ -16,7 +16,8 @@ from peers import cli
 
 from p2p_muloco.chain import Checked, Law, advance, check_entry, merged_update
 from p2p_muloco.chaos import MISBEHAVIOURS, QUIET_S, RECOVERY_S, max_out, plan
-from p2p_muloco.exchange import Failed, LocalExchange
+from p2p_muloco.exchange import Failed
+from p2p_muloco.local import LocalExchange
 from p2p_muloco.metrics import JsonTail
 from p2p_muloco.misbehave import Misbehaving
 from p2p_muloco.outer import outer_step

@@ -21,10 +21,11 @@ from test_trainer import behind_of, corpus, entry_of, law, scripted
 from p2p_muloco.chain import Law
 from p2p_muloco.checkpoint import Checkpoint, Checkpoints
 from p2p_muloco.errors import ConfigError
-from p2p_muloco.exchange import Committed, LocalNetwork
+from p2p_muloco.exchange import Committed
 from p2p_muloco.healing import Way
 from p2p_muloco.home import StepCount, locked_home
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import LocalNetwork
 from p2p_muloco.metrics import JsonLines, read_json_lines
 from p2p_muloco.simulate import local_trainer
 from p2p_muloco.trainer import Trainer, flat_weights

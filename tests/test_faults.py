@@ -12,7 +12,8 @@ from kit import VECTORS, Driver, Swarm, assert_agree, established, law
 from p2p_muloco import member as member_module
 from p2p_muloco.allreduce import SILENCE_S, Attempt
 from p2p_muloco.chain import TOO_LATE, VANISHED, leader_order
-from p2p_muloco.exchange import Failed, Fault, LocalNetwork
+from p2p_muloco.exchange import Failed
+from p2p_muloco.local import Fault, LocalNetwork
 from p2p_muloco.member import ANSWER_S
 from p2p_muloco.messages import Averaged, RecordMessage
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"allreduce", "reports"},
     {"member"},
     {"exchange", "healing", "misbehave"},
-    {"trainer", "swarm"},
+    {"local", "trainer", "swarm"},
     {"door", "simulate"},
     {"hive"},
     {"peer"},

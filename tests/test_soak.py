@@ -13,8 +13,8 @@ import psutil
 from p2p_muloco.chain import Law
 from p2p_muloco.config import CodecConfig, InnerConfig, ModelConfig, RunConfig, RunSection
 from p2p_muloco.data import load_corpus
-from p2p_muloco.exchange import Fault, LocalNetwork
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import Fault, LocalNetwork
 from p2p_muloco.simulate import local_trainer, run_swarm
 from p2p_muloco.trainer import Trainer
 

@@ -14,8 +14,9 @@ from kit import Answering
 from p2p_muloco.chain import Law, merged_update
 from p2p_muloco.config import CodecConfig, InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.data import Corpus, Stream, load_corpus
-from p2p_muloco.exchange import Committed, Fault, LocalNetwork
+from p2p_muloco.exchange import Committed
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import Fault, LocalNetwork
 from p2p_muloco.model import GPT
 from p2p_muloco.outer import eta_mu, outer_step
 from p2p_muloco.simulate import local_trainer, run_swarm
@@ -155,7 +156,7 @@ def scripted(l: Law, folder: Path) -> tuple[Trainer, Scripted]:  # noqa: E741
 
 def entry_of(l: Law, packets: dict[int, Any], close: dict[int, int] | None = None) -> Any:  # noqa: E741
     """An entry of given packets (by key number), made by the real state machine; `close` cuts peers out by a fault."""
-    from p2p_muloco.exchange import LocalExchange
+    from p2p_muloco.local import LocalExchange
     from p2p_muloco.member import Member
 
     network = LocalNetwork()

@@ -22,7 +22,7 @@ from p2p_muloco.chain import Law, Tip
 from p2p_muloco.config import InnerConfig, ModelConfig, RunConfig, RunSection
 from p2p_muloco.data import Corpus, load_corpus
 from p2p_muloco.errors import DiskFull, StateUnavailable
-from p2p_muloco.exchange import LocalExchange, LocalNetwork
+from p2p_muloco.local import LocalExchange, LocalNetwork
 from p2p_muloco.member import Member
 from p2p_muloco.simulate import local_trainer
 from p2p_muloco.snapshot import (

@@ -12,8 +12,8 @@ from test_healing import assert_healed, assert_one_head_one_state, islands
 from p2p_muloco.chain import Law, Tip
 from p2p_muloco.config import RunConfig, RunSection
 from p2p_muloco.errors import BadPacket
-from p2p_muloco.exchange import Partition
 from p2p_muloco.identity import Identity
+from p2p_muloco.local import Partition
 from p2p_muloco.waypoint import WAYPOINT_EVERY, Waypoint, claims_more, due_waypoint, read_waypoint, require_better
 
 OWNER = Identity(b"o" * 32)
