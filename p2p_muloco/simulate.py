@@ -30,7 +30,7 @@ def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: C
                   member: Callable[..., Member] = Member) -> Trainer:
     """One worker on a local network, from the run's first weights. `member` builds its side of the protocol."""
     config, state = law.config, genesis_state(law)
-    store = Store(home, law.layout, config.to_bytes())
+    store = Store(home, law.layout, config.to_bytes(), clock=lambda: network.now)
     if not store.pinned():
         store.pin(state)
     exchange = LocalExchange(network, member(law, identity, state.tip), store)

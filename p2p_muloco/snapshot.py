@@ -4,7 +4,7 @@
     HOME/snapshots/000000050.safetensors     anchor and momentum, pinned at k = 0 mod `snapshot_every`
     HOME/partial/000000050-HASH.safetensors  somebody's snapshot while its chunks arrive
 
-The last two snapshots stay, and the entries since the older one. Files appear by rename, so none is ever half written.
+The last two snapshots stay, older ones that somebody takes, and the entries since the oldest of these. Files appear by rename, so none is ever half written.
 A newcomer takes a snapshot in hashed chunks, then replays entries, which are small. Costs 8 bytes a parameter and
 snapshot: 160 GB for two of 10B parameters. All peers that pin a state pin the same bytes, so chunks come from any of them.
 """
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20
 CHUNKS = 16  # of a small state, so that several donors share it
 BUSY = b"busy"  # in place of a chunk: ask another donor, or again later
 KEPT_SNAPSHOTS = 2
+KEPT_IN_USE, IN_USE_S = 2, 60.0  # older ones that somebody takes: how many, and for how long after the last chunk
+IN_USE_BYTES = 4  # of entries since such a one, in states: whose link needs longer can never follow the run
 
 Fetch = Callable[[bytes, Record, int], bytes]
 """(peer id, request, most bytes to read) -> the answer's bytes; raises StateUnavailable."""
@@ -184,9 +187,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 class Store:
     """The folder that a peer serves others from, and resumes from. One writer, any number of readers."""
 
-    def __init__(self, home: Path, layout: Layout, config_bytes: bytes) -> None:
+    def __init__(self, home: Path, layout: Layout, config_bytes: bytes, clock: Callable[[], float] = time.time) -> None:
         self.log, self.snapshots, self.partial = home / "log", home / "snapshots", home / "partial"
-        self.layout, self.config_bytes = layout, config_bytes
+        self.layout, self.config_bytes, self.clock = layout, config_bytes, clock
         self.log.mkdir(parents=True, exist_ok=True)
         self.snapshots.mkdir(parents=True, exist_ok=True)
 
@@ -259,17 +262,35 @@ class Store:
         return sorted(int(path.stem) for path in self.snapshots.glob("*.safetensors"))
 
     def _drop_old(self) -> None:
-        kept = self.pinned()[-KEPT_SNAPSHOTS:]
-        if len(kept) < KEPT_SNAPSHOTS:
+        """All but the last two, those that are being taken, and the entries since the oldest of these.
+
+        Of too many in use the oldest stay: who takes them is nearest to the end.
+        """
+        pinned = self.pinned()
+        if len(pinned) < KEPT_SNAPSHOTS:
             return
-        for path in self.snapshots.glob("*.safetensors"):
-            if int(path.stem) < kept[0]:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".json").unlink(missing_ok=True)
+        longest = IN_USE_BYTES * 8 * self.layout.n_elements // self.layout.down_bytes
+        in_use = [k for k in pinned[:-KEPT_SNAPSHOTS] if k >= pinned[-1] - longest and self._is_in_use(k)]
+        kept = {*in_use[:KEPT_IN_USE], *pinned[-KEPT_SNAPSHOTS:]}
+        for k in pinned:
+            if k not in kept:
+                for suffix in (".safetensors", ".json", ".used"):
+                    (self.snapshots / f"{k:09d}{suffix}").unlink(missing_ok=True)
         for path in (*self.log.glob("entry-*.bin"), *self.log.glob("packet-*.bin")):
             found = re.fullmatch(r"[a-z]+-(\d+)", path.stem)
-            if found and int(found.group(1)) <= kept[0]:
+            if found and int(found.group(1)) <= min(kept):
                 path.unlink(missing_ok=True)
+
+    def _note_use(self, k: int) -> None:
+        """For the trainer's process, which drops old ones; this may be the network's."""
+        used = self.snapshots / f"{k:09d}.used"
+        used.touch()
+        os.utime(used, (self.clock(), self.clock()))
+
+    def _is_in_use(self, k: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return self.clock() < (self.snapshots / f"{k:09d}.used").stat().st_mtime + IN_USE_S
+        return False
 
     def manifest(self) -> bytes:
         """msgpack of (k, size in bytes, chunk hashes) of the newest snapshot; b'' if nothing is pinned."""
@@ -289,6 +310,8 @@ class Store:
                 chunk = file.read(length)
         except OSError:  # it is gone, or no file of this disk could be that long
             return b""
+        with contextlib.suppress(OSError):  # of a full disk
+            self._note_use(k)
         return chunk if hashlib.sha256(chunk).digest() == digest else b""
 
     def resume(self, law: Law) -> tuple[State, list[Checked]] | None:

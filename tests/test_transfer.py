@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import itertools
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,6 +84,32 @@ def test_all_peers_pin_the_same_bytes(tmp_path: Path) -> None:
         store.restart_from(taken)
         manifests.append(store.manifest())
     assert len(set(manifests)) == 1
+
+
+def test_a_state_that_somebody_takes_stays(tmp_path: Path) -> None:
+    """Until it is no longer asked for, and two such at most; whoever came first is served to the end."""
+    store = a_store(tmp_path)
+    for k in (6, 7, 8, 9):
+        for taken in store.pinned()[-1:] if k < 9 else ():
+            manifest = manifest_of(store)
+            assert store.chunk(taken, 0, manifest.digests[0])
+        store.pin(a_state(k=k))
+    assert store.pinned() == [5, 6, 8, 9], "7 is in use as well, but the third"
+    for used in store.snapshots.glob("*.used"):
+        os.utime(used, (0.0, 0.0))
+    store.pin(a_state(k=10))
+    assert store.pinned() == [9, 10] and not list(store.snapshots.glob("*.used"))
+
+
+def test_a_state_is_not_kept_for_a_link_that_can_never_follow(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    longest = 4 * 8 * LAW.layout.n_elements // LAW.layout.down_bytes
+    assert store.chunk(5, 0, manifest_of(store).digests[0])
+    store.pin(a_state(k=5 + longest - 1))
+    store.pin(a_state(k=5 + longest))
+    assert store.pinned()[0] == 5
+    store.pin(a_state(k=6 + longest))
+    assert store.pinned() == [5 + longest, 6 + longest]
 
 
 def test_a_chunk_that_the_donors_disk_has_spoiled_is_not_served(tmp_path: Path) -> None:
