@@ -4,7 +4,8 @@
     HOME/snapshots/000000050.safetensors     anchor and momentum, pinned at k = 0 mod `snapshot_every`
     HOME/partial/000000050-HASH.safetensors  somebody's snapshot while its chunks arrive
 
-The last two snapshots stay, older ones that somebody takes, and the entries since the oldest of these. Files appear by rename, so none is ever half written.
+The last two snapshots stay, older ones that somebody takes, and the entries since the oldest of these. Files appear by rename,
+so none is ever half written.
 A newcomer takes a snapshot in hashed chunks, then replays entries, which are small. Costs 8 bytes a parameter and
 snapshot: 160 GB for two of 10B parameters. All peers that pin a state pin the same bytes, so chunks come from any of them.
 """
