@@ -69,14 +69,14 @@ def find_way(law: Law, own: Tip, store: Store, net: Asking, donors: Sequence[byt
     if parted_at < own.k and (fork := _state_at(law, store, parted_at)) is not None:
         entries = fetch_entries(law, net, donors, fork.tip)
         if _reaches(fork.tip, entries, head):
-            waypoint = _require_better(law, store, net, donors[0], own, fork.tip, entries, parted_at=fork.tip.k)
+            waypoint = _require_better(law, store, net, donors, own, fork.tip, entries, parted_at=fork.tip.k)
             return Way(fork, entries, list(store.replayable(law, fork.tip, own.k)), is_own=True, waypoint=waypoint)
     base = load_state(theirs, donors)
     entries = fetch_entries(law, net, donors, base.tip)
     if not _reaches(base.tip, entries, head):
         raise StateUnavailable("that peer could not show the entry it is said to hold")
     parted_at = max(_shared(own, base.tip), default=0)
-    waypoint = _require_better(law, store, net, donors[0], own, base.tip, entries, parted_at)
+    waypoint = _require_better(law, store, net, donors, own, base.tip, entries, parted_at)
     return Way(base, entries, _own_branch(law, store, base.tip, own), waypoint=waypoint)
 
 
@@ -94,17 +94,26 @@ def _reaches(tip: Tip, entries: Sequence[Checked], head: bytes) -> bool:
     return head in tip.recent or any(checked.head == head for checked in entries)
 
 
-def _require_better(law: Law, store: Store, net: Asking, donor: bytes, own: Tip, base: Tip, entries: Sequence[Checked],
-                    parted_at: int) -> Waypoint | None:
-    """Raise BadPacket unless the other chain wins; return the newest waypoint that its donor knows of."""
+def _require_better(law: Law, store: Store, net: Asking, donors: Sequence[bytes], own: Tip, base: Tip,
+                    entries: Sequence[Checked], parted_at: int) -> Waypoint | None:
+    """Raise BadPacket unless the other chain wins; return the newest waypoint that a donor knows of."""
     theirs = base
     for checked in entries:
         theirs = advance(law, theirs, checked)
     heads = {*base.recent, *(checked.head for checked in entries)}
     held = read_waypoint(law, store.waypoint())
-    theirs_newest = fetch_waypoint(law, net.fetch, donor)
-    require_better(own, held, theirs, heads, theirs_newest, parted_at)
-    return theirs_newest
+    newest = _waypoint_of_any(law, net, donors)
+    require_better(own, held, theirs, heads, newest, parted_at)
+    return newest
+
+
+def _waypoint_of_any(law: Law, net: Asking, donors: Sequence[bytes]) -> Waypoint | None:
+    """The first donor's that answers: any of them may have died since it served the rest."""
+    for donor in donors:
+        if donor != net.peer_id:
+            with contextlib.suppress(StateUnavailable):
+                return fetch_waypoint(law, net.fetch, donor)
+    return None
 
 
 def _shared(own: Tip, theirs: Tip) -> list[int]:

@@ -17,6 +17,7 @@ from test_trainer import behind_of, corpus, law, swarm
 from torch import Tensor
 
 from p2p_muloco.chain import Law
+from p2p_muloco.exchange import Behind
 from p2p_muloco.healing import Way, _own_branch, carried_work, decoded_parts
 from p2p_muloco.identity import Identity
 from p2p_muloco.local import Fault, LocalNetwork, Partition
@@ -254,3 +255,20 @@ def test_a_state_is_taken_before_entries_that_are_more_bytes(tmp_path: Path, rou
     fresh.catch_up(behind_of(trainers[0], b"donor"))
     assert fresh.state.tip == trainers[0].state.tip and fresh.state.digest == trainers[0].state.digest
     assert ("downloading" in events) == taken
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["the one that is followed", "another"])
+def test_a_donor_that_is_killed_at_any_moment_costs_no_second_download(tmp_path: Path, killed: int) -> None:
+    run_law = law(3, rounds=9, inner_steps=1, snapshot_every=5)
+    trainers = swarm(run_law, 3, tmp_path)
+    donors = [bytes([i]) * 38 for i in range(3)]
+    for i, at_s in enumerate([0.05 * n for n in range(12)] + [0.7, 1.0, 2.0, 4.0]):
+        network, events = LocalNetwork(upload_bytes_per_s=50_000.0), list[str]()
+        network.stores |= {donor: trainer.store for donor, trainer in zip(donors, trainers, strict=True)}
+        fresh = local_trainer(run_law, Identity(bytes([9]) * 32), network, corpus(), tmp_path / f"fresh{i}",
+                              record=lambda record, events=events: events.append(record["event"]))  # type: ignore[misc]
+        network.call_at(at_s, lambda network=network: network.kill(donors[killed]))  # type: ignore[misc]
+        fresh.catch_up(Behind(9, trainers[0].state.tip.head, tuple(donors)))
+        assert fresh.state.tip == trainers[0].state.tip
+        first_failed = events[:1] == ["catch_up_failed"]  # it was dead before it had said what it has
+        assert events.count("catch_up_failed") <= first_failed and events.count("rebased") == 1
