@@ -71,7 +71,7 @@ def _complete(law: RunConfig, owner: Identity, data: Path | None) -> RunConfig:
 
 
 async def _serve(law: RunConfig, home: Path, address: str, announce: tuple[str, ...]) -> None:
-    from p2p_muloco.snapshot import WantRun
+    from p2p_muloco.requests import WantRun
     from p2p_muloco.swarm import Node
 
     stopped = asyncio.Event()

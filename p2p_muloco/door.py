@@ -11,8 +11,8 @@ from pathlib import Path
 
 from p2p_muloco.errors import ConfigError, StateUnavailable
 from p2p_muloco.identity import Identity, parse_peer_id
+from p2p_muloco.requests import WantTime
 from p2p_muloco.skew import Answer, Skew, skew
-from p2p_muloco.snapshot import WantTime
 from p2p_muloco.swarm import Node
 
 __all__ = ["measure_skew", "refuse_twin", "visitor"]

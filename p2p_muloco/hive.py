@@ -45,7 +45,8 @@ from p2p_muloco.member import Behind, Committed, Failed, Member
 from p2p_muloco.messages import FRAME_BYTES
 from p2p_muloco.packet import Packet
 from p2p_muloco.reports import Named, Report, report_period_s, with_named
-from p2p_muloco.snapshot import Store, WantEntry, serve
+from p2p_muloco.requests import WantEntry, serve
+from p2p_muloco.snapshot import Store
 from p2p_muloco.swarm import Clock, Node
 from p2p_muloco.transfer import Uploads
 from p2p_muloco.waypoint import Waypoint, read_waypoint

@@ -18,7 +18,8 @@ from p2p_muloco.exchange import Committed, Outcome, Traffic
 from p2p_muloco.member import Member
 from p2p_muloco.messages import KINDS, Averaged, Parts
 from p2p_muloco.packet import Packet
-from p2p_muloco.snapshot import BUSY, Store, WantChunk, WantEntry, serve
+from p2p_muloco.requests import BUSY, WantChunk, WantEntry, serve
+from p2p_muloco.snapshot import Store
 from p2p_muloco.transfer import Uploads
 from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, read_frame, write_frame

@@ -30,7 +30,8 @@ from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
 from p2p_muloco.opinion import WHY
 from p2p_muloco.reports import Report
-from p2p_muloco.snapshot import Store, WantRun, write_atomically
+from p2p_muloco.requests import WantRun
+from p2p_muloco.snapshot import Store, write_atomically
 from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
 from p2p_muloco.waypoint import due_waypoint
 

@@ -1,4 +1,4 @@
-"""State on disk and what others may ask of it. Pure and disk, no network.
+"""State on disk: snapshots and the log of entries. Pure and disk, no network.
 
     HOME/log/entry-000000042.bin             entries, so that newcomers can replay what they missed
     HOME/snapshots/000000050.safetensors     anchor and momentum, pinned at k = 0 mod `snapshot_every`
@@ -13,7 +13,6 @@ snapshot: 160 GB for two of 10B parameters. All peers that pin a state pin the s
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -32,112 +31,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
-from p2p_muloco.errors import BadPacket, DiskFull, StateUnavailable
+from p2p_muloco.errors import BadPacket
 from p2p_muloco.packet import Layout
-from p2p_muloco.waypoint import Waypoint, read_waypoint
-from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
-__all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "Partial", "State", "Store", "WantChunk", "WantEntry", "WantManifest",
-           "WantRun", "WantTime", "WantTip", "WantWaypoint", "chunk_bytes", "fetch_manifest", "fetch_tip",
-           "fetch_waypoint", "serve", "state_digest",
-           "write_atomically"]
+__all__ = ["CHUNKS", "MAX_CHUNK_BYTES", "State", "Store", "chunk_bytes", "max_entry_bytes", "max_state_bytes", "read_state",
+           "state_digest", "write_atomically"]
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 4 * 2**20
 CHUNKS = 16  # of a small state, so that several donors share it
-BUSY = b"busy"  # in place of a chunk: ask another donor, or again later
 KEPT_SNAPSHOTS = 2
 KEPT_IN_USE, IN_USE_S = 2, 60.0  # older ones that somebody takes: how many, and for how long after the last chunk
 IN_USE_BYTES = 4  # of entries since such a one, in states: whose link needs longer can never follow the run
 
-Fetch = Callable[[bytes, Record, int], bytes]
-"""(peer id, request, most bytes to read) -> the answer's bytes; raises StateUnavailable."""
-
-
-@dataclass(frozen=True)
-class WantRun(Record):
-    """The run's canonical config bytes."""
-
-    KIND = 40
-    config_hash: bytes = raw(32)
-
-
-@dataclass(frozen=True)
-class WantEntry(Record):
-    """Entry k, packed; empty if it is not in the log."""
-
-    KIND = 41
-    k: int = integer(1, 2**40)
-
-
-@dataclass(frozen=True)
-class WantManifest(Record):
-    """The newest pinned snapshot: its entry, size and the sha256 of each chunk; empty if there is none."""
-
-    KIND = 42
-
-
-@dataclass(frozen=True)
-class WantChunk(Record):
-    """One chunk of the state pinned after entry k; empty if there is none with this sha256, `BUSY` if too many ask."""
-
-    KIND = 43
-    k: int = integer(0, 2**40)
-    index: int = integer(0, 2**24)
-    digest: bytes = raw(32)
-
-
-@dataclass(frozen=True)
-class WantTip(Record):
-    """The tip of the donor's chain as its disk has it; empty if there is none."""
-
-    KIND = 44
-
-
-@dataclass(frozen=True)
-class WantTime(Record):
-    """The other's clock: unix milliseconds, 8 bytes, big-endian. Answered by every node itself."""
-
-    KIND = 45
-
-
-@dataclass(frozen=True)
-class WantWaypoint(Record):
-    """The newest waypoint that the donor's chain holds; empty if it knows of none."""
-
-    KIND = 46
-
-
-REQUESTS: dict[int, type[Record]] = {
-    r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime, WantWaypoint)
-}
-
-
 def chunk_bytes(size: int) -> int:
     """Of all chunks but the last of a snapshot of `size` bytes."""
     return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, -(-size // CHUNKS)))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A pinned snapshot's entry, size in bytes and the sha256 of each chunk."""
-
-    k: int
-    size: int
-    digests: tuple[bytes, ...]
-
-    def start(self, index: int) -> int:
-        return index * chunk_bytes(self.size)
-
-    def length(self, index: int) -> int:
-        """Bytes of one chunk."""
-        return min(chunk_bytes(self.size), self.size - self.start(index))
-
-    def holds(self, index: int, data: bytes) -> bool:
-        return len(data) == self.length(index) and hashlib.sha256(data).digest() == self.digests[index]
-
-    @property
-    def name(self) -> str:
-        return f"{self.k:09d}-{hashlib.sha256(b''.join(self.digests)).hexdigest()[:16]}"
 
 
 @dataclass
@@ -356,107 +264,12 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-class Partial:
-    """A snapshot on its way here, chunk by chunk in any order. What is on disk counts after a restart, by its hashes."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Take up the download of this very snapshot, or begin it in place of another; raise DiskFull."""
-        self.manifest, self.path = manifest, folder / f"{manifest.name}.safetensors"
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if path != self.path:
-                path.unlink()
-        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 - until `close`
-        self._require_room()
-
-    def _require_room(self) -> None:
-        """For the rest of it, and for the copy that is pinned in the end."""
-        free = shutil.disk_usage(self.path.parent).free
-        needed = 2 * self.manifest.size - 512 * os.fstat(self._file.fileno()).st_blocks
-        if free < needed:
-            self.close()
-            raise DiskFull(f"--home {self.path.parent.parent}: taking the run's state needs {needed / 1e6:.0f} MB there and "
-                           f"{free / 1e6:.0f} MB are free; make room and start this peer again, it goes on from here")
-
-    def held(self) -> set[int]:
-        """Indices of the chunks that are here and true. Reads all of the file: about 1 s a gigabyte."""
-        return {index for index in range(len(self.manifest.digests)) if self.manifest.holds(index, self._read(index))}
-
-    def _read(self, index: int) -> bytes:
-        self._file.seek(self.manifest.start(index))
-        return self._file.read(self.manifest.length(index))
-
-    def write(self, index: int, chunk: bytes) -> None:
-        """Put a verified chunk in its place; raise DiskFull."""
-        try:
-            self._file.seek(self.manifest.start(index))
-            self._file.write(chunk)
-            self._file.flush()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self.close()
-            raise DiskFull(f"--home {self.path.parent.parent}: the disk is full at chunk {index} of the run's state; make room "
-                           "and start this peer again, it goes on from here") from None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a full disk: what was not written is asked again
-            self._file.close()
-
-    def read(self, law: Law) -> State:
-        """The whole state. Raise BadPacket if it breaks a rule; then it is deleted."""
-        self.close()
-        try:
-            return read_state(law, self.path)
-        except BadPacket:
-            self.path.unlink()
-            raise
-
-
 def max_entry_bytes(law: Law) -> int:
     return law.layout.down_bytes + 512 * 1024
 
 
 def max_state_bytes(law: Law) -> int:
     return 8 * law.layout.n_elements + 2**20 + 512 * len(law.layout.names)
-
-
-def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
-    """The answer to one request: bytes that are named by a hash the asker knows or is told; b'' for 'not here'."""
-    match request:
-        case WantTime():  # not stored: the node answers it
-            return b""
-        case WantRun():
-            return config_bytes if hashlib.sha256(config_bytes).digest() == request.config_hash else b""
-        case WantEntry():
-            return store.entry(request.k)
-        case WantManifest():
-            return store.manifest()
-        case WantTip():
-            return store.tip()
-        case WantWaypoint():
-            return store.waypoint()
-        case WantChunk():
-            return store.chunk(request.k, request.index, request.digest)
-    raise BadPacket("not a request")
-
-
-def _max_chunks(law: Law) -> int:
-    return max(CHUNKS, -(-max_state_bytes(law) // MAX_CHUNK_BYTES))
-
-
-def fetch_manifest(law: Law, fetch: Fetch, donor: bytes) -> Manifest:
-    """Of a donor's newest pinned state; raise StateUnavailable."""
-    packed, most = fetch(donor, WantManifest(), 64 + 40 * _max_chunks(law)), _max_chunks(law)
-    try:  # a tuple of the claimed length is made before its items are read
-        k, size, digests = msgpack.unpackb(packed, use_list=False, max_array_len=most, max_map_len=0)
-        if type(k) is type(size) is int and 0 <= k < 2**40 and 0 < size <= max_state_bytes(law):
-            hashes = type(digests) is tuple and all(type(digest) is bytes and len(digest) == 32 for digest in digests)
-            if hashes and len(digests) == -(-size // chunk_bytes(size)):
-                return Manifest(k, size, digests)
-    except Exception:  # msgpack raises many kinds on hostile bytes
-        pass
-    raise StateUnavailable("the donor has pinned no state yet, or its manifest breaks a rule")
 
 
 @contextlib.contextmanager
@@ -488,25 +301,4 @@ def read_state(law: Law, path: Path) -> State:
         raise BadPacket("a state whose chain does not fit")
     return State(tip, anchor, momentum)
 
-
-def fetch_tip(fetch: Fetch, donor: bytes) -> Tip:
-    """The donor's tip: a claim that entries or a state must prove; raise BadPacket or StateUnavailable."""
-    packed = fetch(donor, WantTip(), Tip.MAX_BYTES)
-    if not packed:
-        raise StateUnavailable("that peer has no entry yet")
-    return Tip.unpack(packed)
-
-
-def fetch_waypoint(law: Law, fetch: Fetch, donor: bytes) -> Waypoint | None:
-    """The newest that the donor's chain is said to hold; raise BadPacket if the owner did not sign it, or StateUnavailable."""
-    return read_waypoint(law, fetch(donor, WantWaypoint(), Waypoint.MAX_BYTES))
-
-
-def pack_request(request: Record) -> bytes:
-    head, _ = write_frame(request)
-    return head
-
-
-def read_request(frame: bytes) -> Record:
-    return read_frame(frame, REQUESTS)
 

@@ -37,7 +37,7 @@ from p2p_muloco.reports import (
     shard_of,
     shards,
 )
-from p2p_muloco.snapshot import BUSY, WantChunk, WantTime, pack_request, read_request
+from p2p_muloco.requests import BUSY, WantChunk, WantTime, pack_request, read_request
 from p2p_muloco.transfer import SLOWEST_BYTES_PER_S, Uploads
 from p2p_muloco.wire import Record, read_frame, write_frame
 

@@ -18,16 +18,9 @@ from typing import Protocol
 
 from p2p_muloco.chain import Checked, Entry, Law, Tip, advance, check_entry
 from p2p_muloco.errors import BadPacket, StateUnavailable
-from p2p_muloco.snapshot import (
-    BUSY,
-    Manifest,
-    Partial,
-    State,
-    WantChunk,
-    WantEntry,
-    fetch_manifest,
-    max_entry_bytes,
-)
+from p2p_muloco.partial import Partial
+from p2p_muloco.requests import BUSY, Manifest, WantChunk, WantEntry, fetch_manifest
+from p2p_muloco.snapshot import State, max_entry_bytes
 from p2p_muloco.wire import Record
 
 __all__ = ["SLOWEST_BYTES_PER_S", "Asking", "AskingUntil", "Download", "Progress", "Uploads", "fetch_entries", "fetch_state"]

@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["p2p_muloco"]):
     from p2p_muloco.errors import BadPacket, ConfigError, StateUnavailable
     from p2p_muloco.messages import KINDS
     from p2p_muloco.reports import Report, pack_report, read_report
-    from p2p_muloco.snapshot import REQUESTS, WantChunk, WantEntry, WantRun, fetch_manifest, pack_request, read_request
+    from p2p_muloco.requests import REQUESTS, WantChunk, WantEntry, WantRun, fetch_manifest, pack_request, read_request
     from p2p_muloco.waypoint import Waypoint, read_waypoint
     from p2p_muloco.wire import Record, read_frame, write_frame
 

@@ -67,19 +67,8 @@ from p2p_muloco.messages import (
 from p2p_muloco.packet import plan_spans
 from p2p_muloco.reduce import SpanReducer
 from p2p_muloco.reports import Report, pack_report, read_report, read_reports
-from p2p_muloco.snapshot import (
-    REQUESTS,
-    State,
-    Store,
-    WantManifest,
-    chunk_bytes,
-    fetch_manifest,
-    max_state_bytes,
-    pack_request,
-    read_request,
-    read_state,
-    serve,
-)
+from p2p_muloco.requests import REQUESTS, WantManifest, fetch_manifest, pack_request, read_request, serve
+from p2p_muloco.snapshot import State, Store, chunk_bytes, max_state_bytes, read_state
 from p2p_muloco.transfer import fetch_state
 from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, read_frame

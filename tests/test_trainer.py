@@ -368,7 +368,7 @@ def test_a_donor_that_lies_about_its_state_changes_nothing(tmp_path: Path, claim
     if claim == "truncated":
         rewrite(store, path, path.read_bytes()[:-4])
     from p2p_muloco.exchange import Behind
-    from p2p_muloco.snapshot import serve
+    from p2p_muloco.requests import serve
 
     exchange.serve = lambda request: serve(store, request, b"")
     before = (trainer.state.tip, trainer.state.digest, trainer.ended)
