@@ -174,8 +174,8 @@ def _summarise(screen: Any, config: RunConfig, out: Path, homes: list[Path], beg
     from safetensors.torch import load_file
 
     from p2p_muloco.data import decode, heldout_windows, load_corpus
+    from p2p_muloco.inner import heldout_loss
     from p2p_muloco.model import GPT, generate, initial_weights, load_weights
-    from p2p_muloco.trainer import heldout_loss
 
     trained_s = time.monotonic() - began
     torch.set_num_threads(1)  # more is slower at this size
@@ -214,8 +214,8 @@ def _peer_figures(home: Path, model: Any, windows: Any) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from p2p_muloco.identity import Identity, peer_name
+    from p2p_muloco.inner import heldout_loss
     from p2p_muloco.model import load_weights
-    from p2p_muloco.trainer import heldout_loss
 
     load_weights(model, load_file(home / "model.safetensors"))
     end, last = next(_ends(home)), list(_rounds(home))[-1]
@@ -232,9 +232,9 @@ def _train_alone(screen: Any, config: RunConfig, home: Path, steps: int, windows
     from p2p_muloco.chain import Law
     from p2p_muloco.data import load_corpus
     from p2p_muloco.identity import Identity
+    from p2p_muloco.inner import heldout_loss, load_flat
     from p2p_muloco.local import LocalNetwork
     from p2p_muloco.simulate import local_trainer, run_swarm
-    from p2p_muloco.trainer import heldout_loss, load_flat
 
     budget = steps * config.tokens_per_step
     law = Law.of(replace(config, run=replace(config.run, min_peers=1, token_budget=budget)))

@@ -18,9 +18,9 @@ from p2p_muloco.chain import Law
 from p2p_muloco.config import InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.data import heldout_windows, load_corpus
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import heldout_loss, load_flat
 from p2p_muloco.local import LocalNetwork
 from p2p_muloco.simulate import local_trainer, run_swarm
-from p2p_muloco.trainer import heldout_loss, load_flat
 
 ARMS = {
     "mean": OuterConfig(method="nesterov", eta=1.0, mu=0.0),

@@ -22,11 +22,11 @@ from p2p_muloco.chaos import MISBEHAVIOURS
 from p2p_muloco.config import InnerConfig, ModelConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.data import heldout_windows, load_corpus
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import heldout_loss, load_flat
 from p2p_muloco.local import LocalNetwork
 from p2p_muloco.misbehave import Misbehaving
 from p2p_muloco.opinion import WHY
 from p2p_muloco.simulate import local_trainer, run_swarm
-from p2p_muloco.trainer import heldout_loss, load_flat
 
 HONEST = 3
 SMALL = ModelConfig(d_model=64, n_layers=4, n_heads=4, d_mlp=176, seq_len=128)

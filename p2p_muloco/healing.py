@@ -20,9 +20,9 @@ from torch import Tensor
 from p2p_muloco.chain import Checked, Law, Tip, advance, merged_update
 from p2p_muloco.errors import StateUnavailable
 from p2p_muloco.outer import eta_mu, outer_step
+from p2p_muloco.replay import Asking, fetch_entries
 from p2p_muloco.requests import fetch_manifest, fetch_tip, fetch_waypoint
 from p2p_muloco.snapshot import State, Store
-from p2p_muloco.transfer import Asking, fetch_entries
 from p2p_muloco.waypoint import Waypoint, read_waypoint, require_better
 
 __all__ = ["Way", "apply_entry", "carried_work", "decoded_parts", "find_way"]

@@ -25,6 +25,7 @@ from p2p_muloco.exchange import Behind
 from p2p_muloco.hive import HivemindExchange, NetworkOptions
 from p2p_muloco.home import StepCount
 from p2p_muloco.identity import Identity, parse_peer_id, peer_name
+from p2p_muloco.inner import InnerLoop, genesis_state
 from p2p_muloco.member import Member
 from p2p_muloco.metrics import JsonLines
 from p2p_muloco.model import GPT
@@ -32,7 +33,7 @@ from p2p_muloco.opinion import WHY
 from p2p_muloco.reports import Report
 from p2p_muloco.requests import WantRun
 from p2p_muloco.snapshot import Store, write_atomically
-from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
+from p2p_muloco.trainer import Trainer
 from p2p_muloco.waypoint import due_waypoint
 
 __all__ = ["Contribution", "Peer", "PeerNetwork", "choose_device"]

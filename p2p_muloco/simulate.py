@@ -13,12 +13,13 @@ from pathlib import Path
 from p2p_muloco.chain import Law
 from p2p_muloco.data import Corpus, Stream
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import InnerLoop, genesis_state
 from p2p_muloco.local import LocalExchange, LocalNetwork
 from p2p_muloco.member import Member
 from p2p_muloco.metrics import RecordSink
 from p2p_muloco.model import GPT
 from p2p_muloco.snapshot import Store
-from p2p_muloco.trainer import InnerLoop, Trainer, genesis_state
+from p2p_muloco.trainer import Trainer
 
 __all__ = ["local_trainer", "run_swarm"]
 

@@ -25,10 +25,11 @@ from p2p_muloco.exchange import Committed
 from p2p_muloco.healing import Way
 from p2p_muloco.home import StepCount, locked_home
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import flat_weights
 from p2p_muloco.local import LocalNetwork
 from p2p_muloco.metrics import JsonLines, read_json_lines
 from p2p_muloco.simulate import local_trainer
-from p2p_muloco.trainer import Trainer, flat_weights
+from p2p_muloco.trainer import Trainer
 
 ME = Identity(bytes([1]) * 32)
 

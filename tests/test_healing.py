@@ -20,10 +20,11 @@ from p2p_muloco.chain import Law
 from p2p_muloco.exchange import Behind
 from p2p_muloco.healing import Way, _own_branch, carried_work, decoded_parts
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import flat_weights
 from p2p_muloco.local import Fault, LocalNetwork, Partition
+from p2p_muloco.replay import fetch_entries
 from p2p_muloco.simulate import local_trainer, run_swarm
-from p2p_muloco.trainer import Trainer, flat_weights
-from p2p_muloco.transfer import fetch_entries
+from p2p_muloco.trainer import Trainer
 from p2p_muloco.waypoint import due_waypoint
 
 

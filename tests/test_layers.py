@@ -20,6 +20,7 @@ LAYERS = [
     {"bounds", "messages", "snapshot"},
     {"requests"},
     {"checkpoint", "held", "opinion", "partial", "reduce"},
+    {"inner", "replay"},
     {"transfer"},
     {"allreduce", "reports"},
     {"member"},

@@ -16,12 +16,13 @@ from p2p_muloco.config import CodecConfig, InnerConfig, ModelConfig, OuterConfig
 from p2p_muloco.data import Corpus, Stream, load_corpus
 from p2p_muloco.exchange import Committed
 from p2p_muloco.identity import Identity
+from p2p_muloco.inner import InnerLoop, flat_weights, genesis_state, load_flat
 from p2p_muloco.local import Fault, LocalNetwork
 from p2p_muloco.model import GPT
 from p2p_muloco.outer import eta_mu, outer_step
 from p2p_muloco.simulate import local_trainer, run_swarm
 from p2p_muloco.snapshot import Store, chunk_bytes
-from p2p_muloco.trainer import InnerLoop, Trainer, flat_weights, genesis_state, load_flat
+from p2p_muloco.trainer import Trainer
 
 CORPUS: list[Corpus] = []
 

@@ -26,11 +26,12 @@ from p2p_muloco.errors import DiskFull, StateUnavailable
 from p2p_muloco.local import LocalExchange, LocalNetwork
 from p2p_muloco.member import Member
 from p2p_muloco.partial import Partial
+from p2p_muloco.replay import fetch_entries
 from p2p_muloco.requests import BUSY, Manifest, WantChunk, WantEntry, fetch_manifest, serve
 from p2p_muloco.simulate import local_trainer
 from p2p_muloco.snapshot import State, Store, chunk_bytes, read_state
 from p2p_muloco.trainer import Trainer
-from p2p_muloco.transfer import Download, Progress, Uploads, fetch_entries, fetch_state
+from p2p_muloco.transfer import Download, Progress, Uploads, fetch_state
 from p2p_muloco.wire import Record
 
 LAW = kit.law({"w": (512, 512)})  # a state of 2 MiB: 16 chunks
