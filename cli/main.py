@@ -12,7 +12,7 @@ import traceback
 from typing import NoReturn
 
 import rich_click as click
-from p2p_muloco.cli import bootstrap, demo, init, join, status
+from p2p_muloco.cli import bootstrap, demo, init, join, simulate, status
 
 from p2p_muloco import __version__
 from p2p_muloco.errors import DiskFull, MulocoError
@@ -31,7 +31,7 @@ def cli() -> None:
     """
 
 
-for module in (init, bootstrap, join, status, demo):
+for module in (init, bootstrap, join, status, demo, simulate):
     cli.add_command(module.command)
 
 

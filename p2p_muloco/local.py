@@ -24,7 +24,7 @@ from p2p_muloco.transfer import Uploads
 from p2p_muloco.waypoint import Waypoint
 from p2p_muloco.wire import Record, read_frame, write_frame
 
-__all__ = ["Fault", "LocalExchange", "LocalNetwork", "Partition"]
+__all__ = ["Fault", "Link", "LocalExchange", "LocalNetwork", "Partition"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ class Partition:
     begin_s: float
     end_s: float
     side: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of one member: rates for packets, averages and states; other messages are small and overtake them."""
+
+    upload_bytes_per_s: float = math.inf
+    download_bytes_per_s: float = math.inf
+    latency_s: float = 0.005  # to the middle of the network
 
 
 @dataclass(order=True)
@@ -81,12 +90,15 @@ class LocalNetwork:
 
     def __init__(self, latency_s: float = 0.01, faults: Sequence[Fault] = (), choose: Callable[[int], int] | None = None,
                  partitions: Sequence[Partition] = (), upload_bytes_per_s: float = math.inf) -> None:
-        """`upload_bytes_per_s`: of each member, for packets and averages; other messages are small and overtake them."""
+        """`latency_s` between two and `upload_bytes_per_s` hold for members without a link of their own in `links`."""
         self.now = 0.0
-        self.partitions, self.upload_bytes_per_s = partitions, upload_bytes_per_s
+        self.partitions = partitions
+        self.links: dict[bytes, Link] = {}
+        self._usual = Link(upload_bytes_per_s, math.inf, latency_s / 2)
         self._sent_until: dict[bytes, float] = {}
+        self._received_until: dict[bytes, float] = {}
         self._wakes: dict[bytes, float | None] = {}  # what members said since something happened to them
-        self.latency_s, self.faults, self._choose = latency_s, list(faults), choose
+        self.faults, self._choose = list(faults), choose
         self.members: dict[bytes, Member] = {}
         self.traffic: dict[bytes, Traffic] = {}
         self.stores: dict[bytes, Store] = {}
@@ -100,10 +112,14 @@ class LocalNetwork:
         self._events: list[_Event] = []
         self._order = itertools.count()
 
+    def number(self, peer: bytes) -> int:
+        """By which faults and partitions name it: in order of the first mention."""
+        return self._index.setdefault(peer, len(self._index))
+
     def add(self, member: Member) -> None:
         self._dead.discard(member.me)
         self.members[member.me] = member
-        self._index.setdefault(member.me, len(self._index))
+        self.number(member.me)
         self._sent.setdefault(member.me, 0)
         self.traffic.setdefault(member.me, Traffic())
         for one in self.alive():
@@ -128,9 +144,34 @@ class LocalNetwork:
         self._dead.add(peer)
         for fetch in self._fetches:
             if fetch.donor == peer:
-                self.call_at(self.now + self.latency_s, functools.partial(fetch.end, "the connection broke"))
+                heard_at = self.now + self._latency_s(peer, fetch.asker)
+                self.call_at(heard_at, functools.partial(fetch.end, "the connection broke"))
         for member in self.alive():
-            self._push(self.now + self.latency_s, member.me, peer, None)
+            self._push(self.now + self._latency_s(peer, member.me), member.me, peer, None)
+
+    def freeze(self, peer: bytes, seconds: float) -> None:
+        """Its process stands still; what comes meanwhile waits."""
+        self._frozen[peer] = self.now + seconds
+
+    def thaws_at(self, peer: bytes) -> float:
+        return self._frozen.get(peer, 0.0)
+
+    def _link(self, peer: bytes) -> Link:
+        return self.links.get(peer, self._usual)
+
+    def _latency_s(self, one: bytes, other: bytes) -> float:
+        return self._link(one).latency_s + self._link(other).latency_s
+
+    def _through(self, sender: bytes, to: bytes, size: int, begins_at: float) -> float:
+        """When so many bytes have arrived: each link carries one transfer after the other."""
+        sent_at = max(begins_at, self._sent_until.get(sender, 0.0)) + size / self._link(sender).upload_bytes_per_s
+        self._sent_until[sender] = sent_at
+        came_at = max(sent_at + self._latency_s(sender, to), self._received_until.get(to, 0.0))
+        if math.isfinite(rate := self._link(to).download_bytes_per_s):
+            first_at = sent_at + self._latency_s(sender, to) - size / self._link(sender).upload_bytes_per_s
+            came_at = max(came_at, max(first_at, self._received_until.get(to, 0.0)) + size / rate)
+            self._received_until[to] = came_at
+        return came_at
 
     def flush(self, member: Member) -> None:
         """Put what a member wants to say on the wire: to be called after whatever is done to it."""
@@ -142,13 +183,12 @@ class LocalNetwork:
             self._send(member.me, to, b"".join(map(bytes, write_frame(record))))
 
     def _send(self, sender: bytes, to: bytes, frame: bytes) -> None:
-        nth, at = self._sent[sender], max(self.now, self._frozen.get(sender, 0.0)) + self.latency_s
+        nth, at = self._sent[sender], max(self.now, self._frozen.get(sender, 0.0)) + self._latency_s(sender, to)
         self._sent[sender] += 1
         if self.is_cut(sender, to):
             return
-        if math.isfinite(self.upload_bytes_per_s) and frame[4] in (Parts.KIND, Averaged.KIND):
-            self._sent_until[sender] = max(self.now, self._sent_until.get(sender, 0.0)) + len(frame) / self.upload_bytes_per_s
-            at = max(at, self._sent_until[sender] + self.latency_s)
+        if frame[4] in (Parts.KIND, Averaged.KIND):
+            at = max(at, self._through(sender, to, len(frame), self.now))
         if to not in self.members or to in self._dead:
             self._push(at, sender, to, None)
             return
@@ -183,10 +223,10 @@ class LocalNetwork:
     def ask(self, fetch: _Fetch) -> None:
         """There, served as a peer serves, and back."""
         self._fetches = [other for other in self._fetches if not other.ended] + [fetch]
-        self.call_at(self.now + self.latency_s, lambda: self._serve(fetch))
+        self.call_at(self.now + self._latency_s(fetch.asker, fetch.donor), lambda: self._serve(fetch))
 
     def _serve(self, fetch: _Fetch) -> None:
-        donor, back_at = fetch.donor, self.now + self.latency_s
+        donor, back_at = fetch.donor, self.now + self._latency_s(fetch.donor, fetch.asker)
         store, uploads = self.stores.get(donor), self.uploads.setdefault(donor, Uploads(math.inf))
         if store is None or donor in self._dead or self.is_cut(fetch.asker, donor):
             return self.call_at(back_at, lambda: fetch.end("the donor can't be reached"))
@@ -197,16 +237,15 @@ class LocalNetwork:
             return self.call_at(back_at, lambda: fetch.end(BUSY))
         data = serve(store, fetch.request, store.config_bytes) or self._uncommitted(donor, fetch.request)
         allowed_at = self.now + (uploads.wait_s(len(data), self.now) if is_chunk else 0.0)
-        self._sent_until[donor] = max(self.now, self._sent_until.get(donor, 0.0)) + len(data) / self.upload_bytes_per_s
-        sent_at = max(allowed_at, self._sent_until[donor])
+        arrives_at = max(allowed_at, self._through(donor, fetch.asker, len(data), self.now))
 
-        def sent() -> None:
+        def arrived() -> None:
             if is_chunk:
                 uploads.end()
-            arrives_at = max(self.now, self._frozen.get(donor, 0.0)) + self.latency_s
-            self.call_at(arrives_at, lambda: fetch.end("the connection broke" if self.is_cut(fetch.asker, donor) else data))
+            heard_at = max(self.now, self._frozen.get(donor, 0.0))
+            self.call_at(heard_at, lambda: fetch.end("the connection broke" if self.is_cut(fetch.asker, donor) else data))
 
-        self.call_at(sent_at, sent)
+        self.call_at(arrives_at, arrived)
 
     def _uncommitted(self, donor: bytes, request: Record) -> bytes:
         """An entry that the donor's member has and its trainer has not written yet."""

@@ -11,7 +11,7 @@ PACKAGE = Path(p2p_muloco.__file__).parent
 LAYERS = [
     {"errors"},
     {"addresses"},
-    {"config", "identity", "wire", "metrics", "home", "chaos", "skew", "verdict"},
+    {"config", "identity", "wire", "metrics", "home", "chaos", "skew", "verdict", "world"},
     {"muon", "outer", "codec"},
     {"merge", "model", "data"},
     {"packet"},
