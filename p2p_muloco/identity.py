@@ -35,16 +35,19 @@ class Identity:
     def load_or_create(cls, path: Path) -> Identity:
         """Read the key file p2pd reads too, or write a fresh one that only its owner can read."""
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            identity = cls(os.urandom(32))
-            temporary = path.with_suffix(".tmp")
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(KEY_FILE_PREFIX + identity._seed + identity.public_key)
-            temporary.replace(path)
+            cls(os.urandom(32)).save(path)
         raw = path.read_bytes()
         if len(raw) != 68 or not raw.startswith(KEY_FILE_PREFIX):
             raise ConfigError(f"identity {path}: not an Ed25519 key file; move it away and a new one is made")
         return cls(raw[4:36])
+
+    def save(self, path: Path) -> None:
+        """Write the key file p2pd reads too; only its owner can read it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(KEY_FILE_PREFIX + self._seed + self.public_key)
+        temporary.replace(path)
 
     def sign(self, purpose: bytes, message: bytes) -> bytes:
         """64 bytes. `purpose` keeps a signature made for one kind of record from serving as another."""

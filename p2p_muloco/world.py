@@ -79,7 +79,8 @@ class World:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the faults file is not TOML: {error}") from None
         tables = {name: tree.pop(name, []) for name in ("worker", "fault", "partition")}
-        if wrong := next((name for name, rows in tables.items() if not isinstance(rows, list)), None):
+        lists = [name for name, rows in tables.items() if isinstance(rows, list) and all(isinstance(row, dict) for row in rows)]
+        if wrong := next((name for name in tables if name not in lists), None):
             raise ConfigError(f"[{wrong}]: there may be several, so write [[{wrong}]]")
         everybody = _record(Worker, "the faults file", tree)
         each = [everybody] * workers
@@ -111,6 +112,8 @@ def _record(kind: type[Any], place: str, row: Mapping[str, Any]) -> Any:
         if name not in types:
             raise ConfigError(f"{place}: {name!r} is no field of it; known: {', '.join(types)}")
         values[name] = _value(f"{place}: {name}", types[name], value)
+        if name in ("step_s", "upload_mbit", "download_mbit") and not value:
+            raise ConfigError(f"{place}: {name} = {value!r}: must be more than 0")
     required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
         raise ConfigError(f"{place}: {missing[0]} is missing")

@@ -21,6 +21,7 @@ inner_steps = {inner_steps}
 token_budget = {budget}
 min_peers = {min_peers}
 clock = "{clock}"
+overlap = "{overlap}"
 window_s = 8.0
 snapshot_every = 3
 [model]
@@ -68,10 +69,11 @@ class Stage:
     """One test's run: a bootstrap node, peers, and nothing left behind."""
 
     def __init__(self, folder: Path, *, min_peers: int = 2, inner_steps: int = 8, budget: int = 10**9,
-                 clock: str = "time") -> None:
+                 clock: str = "time", overlap: str = "keep") -> None:
         self.folder = folder
         self.processes: list[PeerProcess] = []
-        (folder / "run.toml").write_text(RUN.format(min_peers=min_peers, inner_steps=inner_steps, budget=budget, clock=clock))
+        law = RUN.format(min_peers=min_peers, inner_steps=inner_steps, budget=budget, clock=clock, overlap=overlap)
+        (folder / "run.toml").write_text(law)
         arguments = (str(folder / "run.toml"), "--listen", "127.0.0.1:0", "--home", str(folder / "bootstrap"))
         self.bootstrap = self._start("bootstrap", "bootstrap", *arguments)
         assert self.bootstrap.process.stdout is not None
