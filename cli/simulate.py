@@ -125,7 +125,7 @@ class _View(contextlib.AbstractContextManager["_View"]):
 
 def _figures(simulation: Simulation, seed: int, seconds: float) -> dict[str, Any]:
     from p2p_muloco.data import heldout_windows
-    from p2p_muloco.trainer import heldout_loss, load_flat
+    from p2p_muloco.inner import heldout_loss, load_flat
 
     law, living = simulation.law, simulation.living()
     config = law.config
