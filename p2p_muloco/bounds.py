@@ -27,14 +27,16 @@ from p2p_muloco.config import InnerConfig
 from p2p_muloco.muon import is_block_matrix, learning_rate, update_scale
 from p2p_muloco.packet import Layout, Part
 
-__all__ = ["LR_HISTORY", "Cosines", "clip_factors", "clip_to_limits", "largest_lr", "over_limit", "part_norms",
+__all__ = ["LR_HISTORY", "Cosines", "clip_factors", "clip_to_limits", "far_longer", "largest_lr", "over_limit", "part_norms",
            "step_limits", "trimmed_mean"]
 
 LR_HISTORY: Final = RECENT_TOKENS - 1  # entries: a peer that missed more has clipped what it brings
 LARGEST_SINGULAR: Final = 1.2  # of an orthogonalised update; 1.145 in fp32 (muon.COEFFICIENTS), bf16 adds to it
 PROJECTIONS: Final = ("fp32", "fp16", "statistical4", "statistical2", "topk")  # codecs that lengthen no part
+SAYING_LITTLE: Final = ("absmax2", "topk")  # typical errors .84 and .7 to .96 of what they are given; all others under .5
 SLACK: Final = 1.001  # fp32 and fp16 rounding, and sums that differ in the last bits between machines
 MEDIAN_FACTOR: Final = 1.5
+FAR: Final = 3.0  # times that limit: no honest sender is so much longer a step, whatever it still had to say
 
 
 def largest_lr(law: Law, tokens_history: Sequence[int]) -> float:
@@ -105,6 +107,18 @@ def clip_factors(norms: Sequence[float], h: Sequence[int]) -> list[float]:
     typical_h = _lower_median([steps for _, steps in speaking])
     limits = [a_step * max(steps, typical_h) for steps in h]
     return [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
+
+
+def far_longer(layout: Layout, index: int, inner: InnerConfig, factors: Sequence[float]) -> list[bool]:
+    """Whose part is so long that it is not shortened but not counted: `factors` are those of `clip_factors`.
+
+    Of matrices that Muon trains, where honest senders differ little, and of codecs that say most of what they are given: with
+    others, who has long been there may say several times as much as a newcomer.
+    """
+    part = layout.parts[index]
+    is_muons = inner.optimizer == "muon" and is_block_matrix(layout.names[part.tensor], layout.shapes[part.tensor])
+    judged = is_muons and part.up.name not in SAYING_LITTLE
+    return [judged and factor < 1 / FAR for factor in factors]
 
 
 def trimmed_mean(values: Tensor) -> Tensor:

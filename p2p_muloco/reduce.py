@@ -4,19 +4,21 @@ Parts of a piece are summed as soon as every member still open has delivered the
 holds encoded bytes of what waits and decoded values of one part of all members only.
 
 A part longer than any honest member's can be is not counted, nor what follows it. Of three members or more, one that is
-far longer a step than most is shortened (bounds.clip_factors); its e takes the part as said in full, for a liar's loss
-is no one else's. Of four or more, the record says who pulls against the sum of all others (algorithms of bounds.Cosines).
+longer a step than most is shortened (bounds.clip_factors), and not counted if it is far longer (bounds.far_longer); its e
+takes a part that was shortened as said in full, for a liar's loss is no one else's. Of four or more, the record says who
+pulls against the sum of all others (algorithms of bounds.Cosines).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from p2p_muloco.bounds import Cosines, clip_factors, over_limit, trimmed_mean
+from p2p_muloco.bounds import Cosines, clip_factors, far_longer, over_limit, trimmed_mean
 from p2p_muloco.chain import AGAINST, BROKE_RULE, COUNTED, LARGEST_ELEMENT, CheckedStart, Law, SpanRecord
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.merge import counted_weight, iso_c, norm_ratio
@@ -126,6 +128,7 @@ class SpanReducer:
         """tau sum(q_i) / sum(h_i) over the members counted in this part (design, 4), or their trimmed mean."""
         size, outer = self.law.layout.parts[part].size, self.law.config.outer
         decoded = [self._decode(member, part) for member in range(len(self.start.hellos))]
+        factors = self._factors(part, decoded)
         values = [v for v in decoded if v is not None]
         hs = [hello.h for hello, v in zip(self.start.hellos, decoded, strict=True) if v is not None]
         if self._cosines is not None:
@@ -134,10 +137,25 @@ class SpanReducer:
         total = torch.zeros(size)
         if outer.aggregate == "trimmed" and len(values) >= 3:
             return trimmed_mean(torch.stack(values))
-        norms = [float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values] if self._clips(part) else []
-        for v, factor in zip(values, clip_factors(norms, hs) if norms else [1.0] * len(values), strict=True):
+        for v, factor in zip(values, factors, strict=True):
             total.add_(v * factor if factor < 1 else v)
         return total.mul_(counted_weight(hs, self.law.config.run.inner_steps)) if hs else total
+
+    def _factors(self, part: int, decoded: list[Tensor | None]) -> list[float]:
+        """By what each part that is counted is multiplied; one that is far too long is taken out of `decoded`."""
+        config = self.law.config
+        while True:
+            members = [member for member, v in enumerate(decoded) if v is not None]
+            if config.outer.aggregate == "trimmed" or not self._clips(part):
+                return [1.0] * len(members)
+            norms = [float(torch.linalg.vector_norm(decoded[member], dtype=torch.float64)) for member in members]
+            factors = clip_factors(norms, [self.start.hellos[member].h for member in members])
+            far = far_longer(self.law.layout, part, config.inner, factors)
+            if not any(far):
+                return factors
+            for member in itertools.compress(members, far):
+                self._refuse(member, part)
+                decoded[member] = None
 
     def _clips(self, part: int) -> bool:
         """Not of a few rows of an embedding: members whose text lacks those tokens are short there for good reason."""
@@ -156,9 +174,13 @@ class SpanReducer:
             if self.limits and over_limit(values, self.start.hellos[member].h * self.limits[part]):
                 raise BadPacket(f"part {part} is longer than {self.start.hellos[member].h} inner steps can be")
         except BadPacket:
-            self._open[member], self._next[member], self.reasons[member] = False, part, BROKE_RULE
+            self._refuse(member, part)
             return None
         return values
+
+    def _refuse(self, member: int, part: int) -> None:
+        """Count nothing of a member from this part on."""
+        self._open[member], self._next[member], self.reasons[member] = False, part, BROKE_RULE
 
     def _merge(self, first: int, means: list[Tensor]) -> list[Tensor]:
         """Iso-C of a whole matrix, or the mean as it is."""

@@ -22,6 +22,7 @@ from p2p_muloco.bounds import (
     Cosines,
     clip_factors,
     clip_to_limits,
+    far_longer,
     largest_lr,
     over_limit,
     part_norms,
@@ -267,6 +268,19 @@ def test_clip_factors_by_hand() -> None:
     assert clip_factors([0.0, 0.0, 0.0], [1, 2, 3]) == [1.0, 1.0, 1.0]
     assert clip_factors([0.0, 0.0, 5.0, 9.0], [1, 1, 1, 1]) == [1.0] * 4  # rows that two of four had a use for
     assert clip_factors([0.0, 1.0, 1.0, 3.0], [9, 1, 1, 1]) == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_who_is_far_longer_is_not_counted_where_muon_says_how_long_steps_are() -> None:
+    def far(law: Law, name: str, factors: list[float]) -> list[bool]:
+        tensor = law.layout.names.index(name)
+        index = next(i for i, part in enumerate(law.layout.parts) if part.tensor == tensor)
+        return far_longer(law.layout, index, law.config.inner, factors)
+
+    law, matrix, rest = kit.law(), "blocks.0.mlp.down.weight", ("embedding.weight", "norm.weight")
+    assert far(law, matrix, [1.0, 0.34, 0.33]) == [False, False, True]
+    assert not any(far(law, name, [0.01])[0] for name in rest)
+    assert not far(kit.law(up="topk"), matrix, [0.01])[0], "who has long been there says more than a newcomer"
+    assert not far(kit.law(up="absmax2"), matrix, [0.01])[0] and far(kit.law(up="statistical2"), matrix, [0.01])[0]
 
 
 @given(st.lists(st.tuples(st.just(0.0) | st.floats(1e-6, 1e6), st.integers(1, 40)), max_size=12))
