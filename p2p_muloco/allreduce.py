@@ -92,6 +92,7 @@ class Attempt:
         self.law, self.identity, self.tip, self.start, self.packet = law, identity, tip, start, packet
         self.me = identity.peer_id
         self.others = [peer for peer in start.members if peer != self.me]
+        self.reach = start.within_reach(self.me)
         s = start.start
         self.scatter_s, self.gather_s, self.confirm_s = s.scatter_ms / 1e3, s.gather_ms / 1e3, s.confirm_ms / 1e3
         self._ask_s = max(ASK_S, self.gather_s / 100)
@@ -215,7 +216,7 @@ class Attempt:
     def abandon(self, reason: str, suspects: frozenset[bytes] = frozenset(), proof: Proof | None = None) -> None:
         if self.result is None:
             self.result = Lost(reason, suspects | self._suspects, frozenset(self._left), proof)
-            self.outbox += [(peer, Abandon(self.start.group)) for peer in self.others]
+            self.outbox += [(peer, Abandon(self.start.group)) for peer in self.reach]
 
     @property
     def wake_at(self) -> float | None:
@@ -348,12 +349,17 @@ class Attempt:
     def _present(self) -> list[bytes]:
         return [peer for peer in self.others if peer not in self._lost]
 
+    def _within_reach(self) -> list[bytes]:
+        return [peer for peer in self.reach if peer not in self._lost]
+
     def _coordinator(self) -> bytes:
-        return next(peer for peer in self._order if peer not in self._lost)
+        """The leader, or who follows it: a node, as long as one is left."""
+        left = [peer for peer in self._order if peer not in self._lost]
+        return next((peer for peer in left if peer in self.start.nodes), left[0])
 
     def _ask_silent(self, now: float) -> None:
         self._asked_at = now
-        for peer in self._present():
+        for peer in self._within_reach():
             if now >= self._heard_at[peer] + self._ask_s * SILENCE_S / ASK_S:
                 self._lose(peer, VANISHED, now)
             elif now >= self._heard_at[peer] + self._ask_s:
@@ -368,8 +374,10 @@ class Attempt:
             return
         self._lost[peer] = reason
         if peer == self.start.start.leader:  # perhaps before START had reached everybody
-            self._ask(p for p in self._present() if p not in self._spoke)
+            self._ask(p for p in self._within_reach() if p not in self._spoke)
         coordinator = self._coordinator()
+        if coordinator == self.me:
+            self._pass_on(*self._roots)
         for reducer in self.reducers.values():
             reducer.close(self.start.members.index(peer), reason)
         for held in self.held:
@@ -458,9 +466,21 @@ class Attempt:
     # -- agreeing
 
     def _on_confirm(self, sender: bytes, message: Confirm) -> None:
-        if not confirms_root(sender, self.start.group, message.root, message.signature):
-            raise BadPacket("a confirmation that its sender did not sign")
-        self._roots[sender] = (message.root, message.signature)
+        peer = message.peer
+        if peer not in self.others or not confirms_root(peer, self.start.group, message.root, message.signature):
+            raise BadPacket("a confirmation that no other member signed")
+        if sender in (peer, self._coordinator()) or peer not in self._roots:
+            self._roots[peer] = (message.root, message.signature)
+        if peer == sender and self._coordinator() == self.me:
+            self._pass_on(peer)
+
+    def _pass_on(self, *peers: bytes) -> None:
+        """Clients' confirmations to the other clients."""
+        clients = [peer for peer in self._present() if peer not in self.start.nodes]
+        for peer in peers:
+            if peer not in self.start.nodes and peer in self._roots:
+                message = Confirm(self.start.group, peer, *self._roots[peer])
+                self.outbox += [(other, message) for other in clients if other != peer]
 
     def _confirming(self) -> list[bytes]:
         """Members, this one included, that hold what this one holds."""
@@ -509,8 +529,8 @@ class Attempt:
         root = root_of([held.whole.record for held in self.held if held.whole])
         if root != self._root:
             self._root, self._half_at = root, None
-            message = Confirm(self.start.group, root, sign_root(self.identity, self.start.group, root))
-            self.outbox += [(peer, message) for peer in self.others]
+            message = Confirm(self.start.group, self.me, root, sign_root(self.identity, self.start.group, root))
+            self.outbox += [(peer, message) for peer in self.reach]
 
     def _compare(self) -> None:
         """Show the records to whoever confirmed another root: a reducer's two versions meet, or a later turn's is seen."""
@@ -518,7 +538,7 @@ class Attempt:
         for peer, (root, _) in self._roots.items():
             key = (peer, root, self._root)
             shown = sum(seen[0] == peer for seen in self._showed)
-            if root != self._root and key not in self._showed and shown < SHOWN:
+            if root != self._root and key not in self._showed and shown < SHOWN and peer in self.reach:
                 self._showed.add(key)
                 for held in self.held:
                     if held.whole is not None:

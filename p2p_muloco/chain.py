@@ -69,7 +69,7 @@ class Law:
     def genesis(self) -> Tip:
         head = hashlib.sha256(self.config_hash).digest()
         return Tip(k=0, head=head, members=(), tokens=0, last_tokens=0, weight=0, period_ms=0, recent=(head,),
-                   recent_tokens=(0,), banned=(), banned_until=(), banned_why=())
+                   recent_tokens=(0,), clients=(), banned=(), banned_until=(), banned_why=())
 
     @property
     def max_h(self) -> int:
@@ -176,6 +176,15 @@ class CheckedStart:
     def members(self) -> tuple[bytes, ...]:
         return tuple(hello.peer for hello in self.hellos)
 
+    @cached_property
+    def nodes(self) -> frozenset[bytes]:
+        """The members that can be dialled; of a group of clients alone, its leader."""
+        return frozenset(peer for peer, _ in _reducers(self.start, self.hellos))
+
+    def within_reach(self, peer: bytes) -> list[bytes]:
+        """The other members that one of them can talk to: a client has only the nodes, which it dials."""
+        return [other for other in self.members if other != peer and (peer in self.nodes or other in self.nodes)]
+
     @property
     def h(self) -> list[int]:
         return [hello.h for hello in self.hellos]
@@ -268,6 +277,7 @@ class Tip(Record):
     period_ms: int = integer(0, 2**40)  # time to the next entry at the swarm's median pace; 0 before the first
     recent: tuple[bytes, ...] = many(raw(32), 1, RECENT_HEADS)  # the last heads, oldest first, this one last
     recent_tokens: tuple[int, ...] = many(integer(0, 2**62), 1, RECENT_TOKENS)  # C after the last entries, oldest first
+    clients: tuple[bytes, ...] = many(raw(PEER_ID_BYTES), 0, MAX_MEMBERS)  # of the members: who can't be dialled, so never leads
     banned: tuple[bytes, ...] = many(raw(PEER_ID_BYTES), 0, MAX_BANNED)  # who takes no part, sorted
     banned_until: tuple[int, ...] = many(integer(0, 2**41), 0, MAX_BANNED)  # the last entry without each of them
     banned_why: tuple[int, ...] = many(integer(0, len(REASONS) - 1), 0, MAX_BANNED)
@@ -280,7 +290,8 @@ class Tip(Record):
     def unpack(cls, packed: bytes, data: bytes | memoryview = b"") -> Self:
         """Of an own file or a donor's snapshot; raise BadPacket where it is damaged."""
         tip = super().unpack(packed, data)
-        sorted_sets = all(peers == tuple(sorted(set(peers))) for peers in (tip.members, tip.banned))
+        sorted_sets = all(peers == tuple(sorted(set(peers))) for peers in (tip.members, tip.clients, tip.banned))
+        sorted_sets = sorted_sets and set(tip.clients) <= set(tip.members)
         fits = len(tip.banned) == len(tip.banned_until) == len(tip.banned_why) and tip.recent_tokens[-1] == tip.tokens
         if tip.recent[-1] != tip.head or not (sorted_sets and fits):
             raise BadPacket("a chain's tip contradicts itself")
@@ -441,6 +452,7 @@ def advance(law: Law, tip: Tip, checked: Checked) -> Tip:
         period_ms=_period_ms(law, tip, sorted(h.pace_mhz for h in members)),
         recent=(*tip.recent, checked.head)[-RECENT_HEADS:],
         recent_tokens=(*tip.recent_tokens, tip.tokens + tokens)[-RECENT_TOKENS:],
+        clients=tuple(h.peer for h in members if h.peer not in checked.start.nodes),
         banned=tuple(banned),
         banned_until=tuple(until for until, _ in banned.values()),
         banned_why=tuple(why for _, why in banned.values()),

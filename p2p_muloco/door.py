@@ -1,9 +1,10 @@
-"""Before a peer takes part: is its clock right, and is its identity its own? Otherwise both fail later, without a word."""
+"""Before a peer takes part: is its clock right, is its identity its own, can others dial it? Else that fails later, silently."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -11,11 +12,11 @@ from pathlib import Path
 
 from p2p_muloco.errors import ConfigError, StateUnavailable
 from p2p_muloco.identity import Identity, parse_peer_id
-from p2p_muloco.requests import WantTime
+from p2p_muloco.requests import WantDial, WantTime
 from p2p_muloco.skew import Answer, Skew, skew
 from p2p_muloco.swarm import Node
 
-__all__ = ["measure_skew", "refuse_twin", "visitor"]
+__all__ = ["is_within_reach", "measure_skew", "refuse_twin", "visitor"]
 
 ASKED_PEERS = 3
 QUESTIONS = 3  # to each: the first one pays for the connection
@@ -37,11 +38,30 @@ async def visitor(run_id: str, addresses: Sequence[str]) -> AsyncIterator[Node]:
 
 async def measure_skew(node: Node, addresses: Sequence[str]) -> Skew | None:
     """Ask the peers at `addresses`, and others this node is connected to, for their time; None if nobody says it."""
-    met = [address.rpartition("/")[2] for address in (*addresses, *await node.known_addresses())]
-    peers = [peer for peer in map(parse_peer_id, dict.fromkeys(met)) if peer != node.identity.peer_id][:ASKED_PEERS]
+    peers = await _somebody(node, addresses)
     answers: dict[bytes, list[Answer]] = {peer: [] for peer in peers}
     await asyncio.gather(*(_ask(node, peer, answers[peer]) for peer in peers))
     return skew(answers)
+
+
+async def _somebody(node: Node, addresses: Sequence[str]) -> list[bytes]:
+    met = [address.rpartition("/")[2] for address in (*addresses, *await node.known_addresses())]
+    return [peer for peer in map(parse_peer_id, dict.fromkeys(met)) if peer != node.identity.peer_id][:ASKED_PEERS]
+
+
+async def is_within_reach(node: Node, addresses: Sequence[str] = ()) -> bool:
+    """Whether others can dial this node: most of the few peers that are asked to try say so. True if nobody answers."""
+    ports = {int(found.group(1)) for address in await node.addresses() if (found := re.search(r"/tcp/(\d+)", address))}
+    tries = [_can_dial(node, peer, port) for peer in await _somebody(node, addresses) for port in sorted(ports)[:1]]
+    answers = [answer for answer in await asyncio.gather(*tries) if answer is not None]
+    return 2 * sum(answers) > len(answers) if answers else True
+
+
+async def _can_dial(node: Node, peer: bytes, port: int) -> bool | None:
+    with contextlib.suppress(StateUnavailable, TimeoutError):
+        async with asyncio.timeout(2 * ANSWER_S):
+            return await node.fetch(peer, WantDial(port), 1) == b"\1"
+    return None
 
 
 async def _ask(node: Node, peer: bytes, answers: list[Answer]) -> None:

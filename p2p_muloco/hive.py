@@ -36,9 +36,9 @@ import torch
 import uvloop
 
 from p2p_muloco.addresses import reachable_addresses
-from p2p_muloco.chain import NODE, Law, Tip
+from p2p_muloco.chain import CLIENT, NODE, Law, Tip
 from p2p_muloco.config import RunConfig
-from p2p_muloco.door import measure_skew, refuse_twin
+from p2p_muloco.door import is_within_reach, measure_skew, refuse_twin
 from p2p_muloco.errors import BadPacket, MulocoError, NetworkError, StateUnavailable
 from p2p_muloco.exchange import Outcome, Traffic
 from p2p_muloco.member import Behind, Committed, Failed, Member
@@ -60,6 +60,7 @@ START_S = 60.0  # for daemon and DHT to start; an unreachable address is named a
 SEARCH_S = 1.0  # between two looks at the roster while there is nobody to train with
 STATUS_S = 1.0  # between two reports to the trainer's process
 ADDRESSES_S = 10.0  # between two looks at own and others' addresses
+REACH_S = 60.0  # between two looks of a client whether it can be dialled by now
 RECENT_ENTRIES = 2  # served from memory until the trainer has written them
 
 
@@ -102,6 +103,7 @@ class HivemindExchange:
         self.met: list[str] = []  # addresses of peers this one is connected to
         self.named: list[Named] = []  # by this peer's own opinion, the newest last
         self.warning = ""  # of the start
+        self.is_client = False  # others can't dial it
 
     @classmethod
     def start(cls, options: NetworkOptions) -> HivemindExchange:
@@ -124,7 +126,7 @@ class HivemindExchange:
         except BaseException:
             exchange.close()
             raise
-        exchange.peer_id, exchange.addresses, exchange.warning = values
+        exchange.peer_id, exchange.addresses, exchange.warning, exchange.is_client = values
         return exchange
 
     def open(self, law: Law, tip: Tip, store_home: Path, rate_kbps: int) -> None:
@@ -250,6 +252,7 @@ class _Hive:
         self.recent: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._sender = concurrent.futures.ThreadPoolExecutor(1)  # a busy trainer must not block the loop
         self._timer: asyncio.TimerHandle | None = None
+        self.is_client = False
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -264,6 +267,8 @@ class _Hive:
         threading.Thread(target=self._listen, args=(loop,), daemon=True).start()
         self._spawn(self._look_around())
         self._spawn(self._tell_status())
+        if self.is_client:
+            self._spawn(self._look_whether_reached())
         await self._stopped.wait()
         for task in self._tasks:
             task.cancel()
@@ -287,8 +292,9 @@ class _Hive:
         except MulocoError:
             await self.node.stop()
             raise
+        self.is_client = not o.announce and not await is_within_reach(self.node, good)
         self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
-        self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses(), warning))
+        self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses(), warning, self.is_client))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -394,10 +400,15 @@ class _Hive:
         largest = max(b - a for table in offsets for a, b in itertools.pairwise(table))
         self.node.max_frame_bytes = max(FRAME_BYTES, largest, self.node.max_frame_bytes) + 4096
         self.node.uploads = Uploads(rate_kbps * 125 / 2)  # the other half is left to exchanges
-        self.member = self.options.member(law, self.node.identity, tip, mode=NODE, rate_kbps=rate_kbps)
+        mode = CLIENT if self.is_client else NODE
+        self.member = self.options.member(law, self.node.identity, tip, mode=mode, rate_kbps=rate_kbps)
         with contextlib.suppress(BadPacket):
             self.member.waypoint = read_waypoint(law, self.store.waypoint())
-        self._drive(lambda member, now: member.set_roster(self.reports, now))
+        self._show_roster()
+
+    def _show_roster(self) -> None:
+        clients = [peer for peer, report in self.reports.items() if report.client]
+        self._drive(lambda member, now: member.set_roster(self.reports, now, clients))
 
     async def _fetch(self, number: int, donor: bytes, request: Record, max_bytes: int) -> None:
         try:
@@ -411,16 +422,27 @@ class _Hive:
         while True:
             with contextlib.suppress(Exception):  # the DHT may be in trouble; the chain does not depend on it
                 self.reports = await self.node.reports()
-                self._drive(lambda member, now: member.set_roster(self.reports, now))
+                self._show_roster()
             searching = self.member is None or self.member.tip.k == 0 or len(self.reports) < 2
             await asyncio.sleep(SEARCH_S if searching else report_period_s(len(self.reports)))
+
+    async def _look_whether_reached(self) -> None:
+        """A router may open the port by itself (UPnP takes seconds), or its owner may: then this peer averages too."""
+        while self.is_client:
+            await asyncio.sleep(REACH_S)
+            with contextlib.suppress(Exception):
+                self.is_client = not await is_within_reach(self.node)
+        if self.member is not None:
+            self.member.mode = NODE
+        log.warning("others can dial this peer now: it averages for others, too")
 
     async def _publish(self) -> None:
         """This report, and again before it expires, until there is a newer one."""
         report = self.report
         while report is not None and report is self.report:
             with contextlib.suppress(Exception):
-                current = with_named(dataclasses.replace(report, at_s=int(time.time())), self._named())
+                current = dataclasses.replace(report, at_s=int(time.time()), client=int(self.is_client))
+                current = with_named(current, self._named())
                 await self.node.publish(current, len(self.reports))
             await asyncio.sleep(2 * report_period_s(len(self.reports)))
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from p2p_muloco.chain import Tip
+from p2p_muloco.chain import CLIENT, Tip
 from p2p_muloco.errors import BadPacket, StateUnavailable
 from p2p_muloco.exchange import Committed, Outcome, Traffic
 from p2p_muloco.member import Member
@@ -95,6 +95,8 @@ class LocalNetwork:
         self.partitions = partitions
         self.links: dict[bytes, Link] = {}
         self._usual = Link(upload_bytes_per_s, math.inf, latency_s / 2)
+        self.behind_nat: set[bytes] = set()  # members that only those can reach whom they have reached before
+        self._connected: set[tuple[bytes, bytes]] = set()
         self._sent_until: dict[bytes, float] = {}
         self._received_until: dict[bytes, float] = {}
         self._wakes: dict[bytes, float | None] = {}  # what members said since something happened to them
@@ -123,7 +125,8 @@ class LocalNetwork:
         self._sent.setdefault(member.me, 0)
         self.traffic.setdefault(member.me, Traffic())
         for one in self.alive():
-            one.set_roster([other.me for other in self.alive()], self.now)
+            alive = self.alive()
+            one.set_roster([other.me for other in alive], self.now, [other.me for other in alive if other.mode == CLIENT])
             self.flush(one)
 
     def alive(self) -> list[Member]:
@@ -189,7 +192,7 @@ class LocalNetwork:
             return
         if frame[4] in (Parts.KIND, Averaged.KIND):
             at = max(at, self._through(sender, to, len(frame), self.now))
-        if to not in self.members or to in self._dead:
+        if to not in self.members or to in self._dead or not self._can_dial(sender, to):
             self._push(at, sender, to, None)
             return
         for fault in self.faults:
@@ -213,6 +216,12 @@ class LocalNetwork:
         self.traffic[sender].sent += len(frame)
         self._push(at, to, sender, frame)
 
+    def _can_dial(self, one: bytes, other: bytes) -> bool:
+        """Whether there is a connection, or can be one from now on."""
+        if other not in self.behind_nat:
+            self._connected |= {(one, other), (other, one)}
+        return (one, other) in self._connected
+
     def _push(self, at: float, to: bytes, sender: bytes, frame: bytes | None) -> None:
         heapq.heappush(self._events, _Event(at, next(self._order), to, sender, frame))
 
@@ -228,7 +237,7 @@ class LocalNetwork:
     def _serve(self, fetch: _Fetch) -> None:
         donor, back_at = fetch.donor, self.now + self._latency_s(fetch.donor, fetch.asker)
         store, uploads = self.stores.get(donor), self.uploads.setdefault(donor, Uploads(math.inf))
-        if store is None or donor in self._dead or self.is_cut(fetch.asker, donor):
+        if store is None or donor in self._dead or self.is_cut(fetch.asker, donor) or not self._can_dial(fetch.asker, donor):
             return self.call_at(back_at, lambda: fetch.end("the donor can't be reached"))
         if self.is_frozen(donor):
             return self.call_at(self._frozen[donor], lambda: self._serve(fetch))

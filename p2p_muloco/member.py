@@ -60,6 +60,7 @@ MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a 
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
 ALONE_TRIES = 10  # attempts lost at one head before a peer goes on alone though members of the last entry answer
 MAX_JOINS = 256  # kept at once
+CLIENTS_A_NODE = 4  # whose packets and averages a node can carry beside its own
 MAX_GROUPS = 256  # attempts that are refused at one head
 
 
@@ -122,6 +123,7 @@ class Member:
         self.opinion = Opinion(self.me)
         self.waypoint: Waypoint | None = None  # the newest that this chain holds
         self.roster: frozenset[bytes] = frozenset()
+        self._clients: frozenset[bytes] = frozenset()  # of the roster: who says that it can't be dialled
         self.outbox: list[tuple[bytes, Record]] = []
         self.outcomes: list[Outcome] = []
         self.attempt: Attempt | None = None
@@ -174,10 +176,10 @@ class Member:
         """The caller was busy with this member until now: that is no standstill."""
         self._awake_at = now
 
-    def set_roster(self, peers: Iterable[bytes], now: float) -> None:
-        """The peers of this run that the DHT shows now."""
+    def set_roster(self, peers: Iterable[bytes], now: float, clients: Iterable[bytes] = ()) -> None:
+        """The peers of this run that the DHT shows now, and which of them say that they can't be dialled."""
         self._wake(now)
-        self.roster = frozenset(peers) - {self.me}
+        self.roster, self._clients = frozenset(peers) - {self.me}, frozenset(clients)
         if self._gathering is not None and self.tip.k == 0 and self._first_leader(now) != self._gathering.leader:
             self._seek(now)
         self._lead_on(now)
@@ -242,7 +244,7 @@ class Member:
         self._harvest(now)
 
     def _outside(self) -> list[bytes]:
-        return leader_order(self.me, list(self.roster - set(self.tip.members)))
+        return leader_order(self.me, list(self.roster - set(self.tip.members) - self._clients))
 
     def _meet(self, now: float) -> None:
         if (outside := self._outside()) and now >= self._meet_at:
@@ -281,6 +283,9 @@ class Member:
             return f"{self.attempt.progress()}, at most {max(0.0, self.attempt.confirm_at - now):.0f} s more"
         if self._gathering is None:
             return ""
+        if self._gathering.leader == self.me and self._lacks_nodes():
+            return ("no peer of this run can be reached from outside, and one at least must average for the others: forward a "
+                    "port to --listen, or --announce an address; training goes on")
         if self.me in self.tip.banned:
             until, why = self.tip.bans()[self.me]
             return f"left out by the others until round {until} ({REASONS[why]}); training goes on"
@@ -307,9 +312,18 @@ class Member:
         past = g is not None and peer in g.lost | g.passed
         return peer == self.me or not (past or self.opinion.suspects(peer, now) or peer in self.opinion.stalling)
 
+    def _is_client(self, peer: bytes) -> bool:
+        """Of members the chain says it, so that all agree on who leads."""
+        if peer in self.tip.members:
+            return peer in self.tip.clients
+        return self.mode == CLIENT if peer == self.me else peer in self._clients
+
+    def _order(self, peers: Iterable[bytes]) -> list[bytes]:
+        """Who leads, and who after that; clients, whom not everybody can reach, after all others."""
+        return sorted(leader_order(self.tip.head, list(peers)), key=self._is_client)
+
     def _first_leader(self, now: float) -> bytes:
-        order = leader_order(self.tip.head, list(self._pool(now)))
-        return next((peer for peer in order if self._may_lead(peer, now)), self.me)
+        return next((peer for peer in self._order(self._pool(now)) if self._may_lead(peer, now)), self.me)
 
     def _seek(self, now: float) -> None:
         """Follow the first who may lead; a packet that has just become ready begins a gathering."""
@@ -389,7 +403,7 @@ class Member:
     def _may_start(self, now: float) -> bool:
         g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
         assert g is not None
-        if self.opinion.is_out(self.me, self.tip):
+        if self.opinion.is_out(self.me, self.tip) or self._lacks_nodes():
             return False
         if self.tip.k == 0 and present < run.min_peers:
             g.enough_at = None
@@ -408,11 +422,14 @@ class Member:
             return now >= g.enough_at + min(SETTLE_S, run.window_s)
         return now >= g.since + run.window_s
 
+    def _lacks_nodes(self) -> bool:
+        """A client that is not the only peer makes no entries of its own: nobody could come and adopt them."""
+        return self.mode == CLIENT and bool(self.roster or set(self.tip.members) - {self.me})
+
     def _start(self, now: float) -> None:
         assert self._hello is not None
         joins = {**self._joins, self.me: Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)}
-        chosen = [self.me, *(p for p in leader_order(self.tip.head, list(joins)) if p != self.me)]
-        chosen = sorted(chosen[: self.law.config.run.max_group])
+        chosen = sorted(self._choose(joins))
         rows = [joins[peer] for peer in chosen]
         modes = tuple(CLIENT if self.opinion.blames(p, now) else row.mode for p, row in zip(chosen, rows, strict=True))
         scatter_s, gather_s, confirm_s = deadlines_s(self.law, min(row.rate for row in rows), len(rows))
@@ -426,6 +443,13 @@ class Member:
         message = StartMessage(signed.body, signed.signature)
         self.outbox += [(peer, message) for peer in chosen if peer != self.me]
         self._enter(check_start(self.law, self.tip, signed), now)
+
+    def _choose(self, joins: dict[bytes, Join]) -> list[bytes]:
+        """The members: this one, and of the others as many as a group may have, no more clients than its nodes can serve."""
+        order = [self.me, *(peer for peer in leader_order(self.tip.head, list(joins)) if peer != self.me)]
+        nodes = [peer for peer in order if joins[peer].mode == NODE or peer == self.me][: self.law.config.run.max_group]
+        clients = [peer for peer in order if peer not in nodes and joins[peer].mode == CLIENT]
+        return [*nodes, *clients[: CLIENTS_A_NODE * len(nodes)]][: self.law.config.run.max_group]
 
     # -- messages
 
@@ -442,8 +466,7 @@ class Member:
         self._say_tip(sender)
 
     def _precedes(self, peer: bytes, leader: bytes) -> bool:
-        order = leader_order(self.tip.head, [peer, leader])
-        return peer != leader and order[0] == peer
+        return peer != leader and self._order([peer, leader])[0] == peer
 
     def _say_tip(self, peer: bytes) -> None:
         leader = self._gathering.leader if self._gathering is not None and self.attempt is None else b""
@@ -563,7 +586,7 @@ class Member:
         if g is None or g.leader != start.start.leader or not (mine and bounded):
             if len(self._groups) < MAX_GROUPS:
                 self._groups.add(start.group)
-                self.outbox += [(peer, Abandon(start.group)) for peer in start.members if peer != self.me]
+                self.outbox += [(peer, Abandon(start.group)) for peer in start.within_reach(self.me)]
             return
         self._enter(start, now)
 
@@ -572,7 +595,7 @@ class Member:
         self._gathering = None
         self._groups.add(start.group)
         self.attempt = Attempt(self.law, self.identity, self.tip, start, self._packet, now)
-        for peer in self.attempt.others:
+        for peer in self.attempt.reach:
             if self.opinion.suspects(peer, now):  # it broke off after its JOIN: if nobody is there, the question fails at once
                 self.ask(peer)
         early, self._early = self._early, {}
@@ -631,7 +654,7 @@ class Member:
         for peer in lost.left | {attempt.start.start.leader}:
             self.opinion.failed(peer)
         if lost.proof is not None and self.opinion.convict(lost.proof, self.tip.k + 1):
-            self.outbox += [(peer, lost.proof) for peer in attempt.others]
+            self.outbox += [(peer, lost.proof) for peer in attempt.reach]
         if now >= attempt.began_at + attempt.gather_s:  # no deadline may stay shorter than what the links can do
             self.rate_kbps = max(1, self.rate_kbps // 2)
         self._joins = {}

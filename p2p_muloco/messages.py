@@ -95,10 +95,11 @@ class RecordMessage(Record):
 
 @dataclass(frozen=True)
 class Confirm(Record):
-    """'I hold every span under this root.'"""
+    """'I, `peer`, hold every span under this root.' The coordinator passes it on to clients, which can't reach each other."""
 
     KIND = 23
     group: bytes = raw(32)
+    peer: bytes = raw(PEER_ID_BYTES)
     root: bytes = raw(32)
     signature: bytes = raw(64)  # chain.sign_root
 

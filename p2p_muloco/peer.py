@@ -123,6 +123,9 @@ class Peer:
         exchange = HivemindExchange.start(options)
         if exchange.warning:
             self._say(f"WARNING: {exchange.warning}")
+        if exchange.is_client:
+            self._say("others can't dial this machine, so it takes part as a client: it trains, sends and receives as all do, "
+                      "and averages nothing for others. To help with that, forward a TCP port here and give it to --listen")
         return exchange
 
     def _run_config(self, join: JoinString) -> RunConfig:
@@ -193,7 +196,7 @@ class Peer:
         self.exchange.report(Report(
             run_id=self.law.config.run_id, peer=self.exchange.peer_id, name=self.config.name[:32], k=tip.k, head=tip.head,
             inner_steps=trainer.total_steps, tokens_total=trainer.total_steps * self.law.config.tokens_per_step,
-            tokens_per_s=float(rate), loss=min(float(loss), 1e6), device=str(self.device), version=__version__,
+            tokens_per_s=float(rate), loss=min(float(loss), 1e6), client=0, device=str(self.device), version=__version__,
             at_s=int(time.time()), named=(), named_why=(), named_round=(),  # the network fills those in
         ))
 

@@ -38,6 +38,7 @@ class Report(Record):
     tokens_total: int = integer(0, 2**60)
     tokens_per_s: float = real(0.0, 1e12)
     loss: float = real(0.0, 1e6)  # 0 = none yet
+    client: int = integer(0, 1)  # it can't be dialled
     device: str = text(48)
     version: str = text(16)
     at_s: int = integer(0, 2**40)  # unix seconds at the sender

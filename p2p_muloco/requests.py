@@ -17,8 +17,8 @@ from p2p_muloco.snapshot import CHUNKS, MAX_CHUNK_BYTES, Store, chunk_bytes, max
 from p2p_muloco.waypoint import Waypoint, read_waypoint
 from p2p_muloco.wire import Record, integer, raw, read_frame, write_frame
 
-__all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "WantChunk", "WantEntry", "WantManifest", "WantRun", "WantTime", "WantTip",
-           "WantWaypoint", "fetch_manifest", "fetch_tip", "fetch_waypoint", "pack_request", "read_request", "serve"]
+__all__ = ["BUSY", "REQUESTS", "Fetch", "Manifest", "WantChunk", "WantDial", "WantEntry", "WantManifest", "WantRun", "WantTime",
+           "WantTip", "WantWaypoint", "fetch_manifest", "fetch_tip", "fetch_waypoint", "pack_request", "read_request", "serve"]
 
 BUSY = b"busy"  # in place of a chunk: ask another donor, or again later
 
@@ -80,8 +80,16 @@ class WantWaypoint(Record):
     KIND = 46
 
 
+@dataclass(frozen=True)
+class WantDial(Record):
+    """'Can you dial me anew at this TCP port?' One byte, 1 or 0. Answered by every node itself."""
+
+    KIND = 47
+    port: int = integer(1, 65_535)
+
+
 REQUESTS: dict[int, type[Record]] = {
-    r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime, WantWaypoint)
+    r.KIND: r for r in (WantRun, WantEntry, WantManifest, WantChunk, WantTip, WantTime, WantWaypoint, WantDial)
 }
 
 
@@ -111,7 +119,7 @@ class Manifest:
 def serve(store: Store, request: Record, config_bytes: bytes) -> bytes:
     """The answer to one request: bytes that are named by a hash the asker knows or is told; b'' for 'not here'."""
     match request:
-        case WantTime():  # not stored: the node answers it
+        case WantTime() | WantDial():  # not stored: the node answers it
             return b""
         case WantRun():
             return config_bytes if hashlib.sha256(config_bytes).digest() == request.config_hash else b""

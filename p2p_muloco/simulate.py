@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from p2p_muloco.chain import Law
+from p2p_muloco.chain import CLIENT, NODE, Law
 from p2p_muloco.data import Corpus, Stream
 from p2p_muloco.exchange import Behind
 from p2p_muloco.identity import Identity
@@ -37,13 +37,13 @@ IDLE_S = 0.05
 
 def local_trainer(law: Law, identity: Identity, network: LocalNetwork, corpus: Corpus, home: Path, *,
                   record: RecordSink = lambda record: None, max_rounds: int | None = None,
-                  member: Callable[..., Member] = Member, rate_kbps: int = 20_000) -> Trainer:
+                  member: Callable[..., Member] = Member, rate_kbps: int = 20_000, mode: int = NODE) -> Trainer:
     """One worker on a local network, from the run's first weights. `member` builds its side of the protocol."""
     config, state = law.config, genesis_state(law)
     store = Store(home, law.layout, config.to_bytes(), clock=lambda: network.now)
     if not store.pinned():
         store.pin(state)
-    exchange = LocalExchange(network, member(law, identity, state.tip, rate_kbps=rate_kbps), store)
+    exchange = LocalExchange(network, member(law, identity, state.tip, rate_kbps=rate_kbps, mode=mode), store)
     model = GPT(config.model)
     stream = Stream(corpus.train, config.run.seed, identity.stream, config.model.seq_len, config.inner.batch_size)
     inner = InnerLoop(law, model, stream)
@@ -96,6 +96,8 @@ class Simulation:
         for one in self.workers:
             worker, peer = one.worker, one.identity.peer_id
             self.network.links[peer] = Link(125e3 * worker.upload_mbit, 125e3 * worker.download_mbit, worker.latency_ms / 2e3)
+            if worker.nat:
+                self.network.behind_nat.add(peer)
             self.network.number(peer)  # partitions name workers that may join later
             self._at(one.worker.joins_at_s, one, self._join)
         for fault in world.faults:
@@ -132,7 +134,8 @@ class Simulation:
 
         ahead = max((trainer.state.tip for trainer in self.living()), key=lambda tip: tip.k, default=None)
         one.trainer = local_trainer(self.law, one.identity, self.network, self.corpus, self._folder / str(one.number),
-                                    record=record, rate_kbps=max(1, round(one.worker.upload_mbit * 1000)))
+                                    record=record, rate_kbps=max(1, round(one.worker.upload_mbit * 1000)),
+                                    mode=CLIENT if one.worker.nat else NODE)
         self.network.uploads[one.identity.peer_id] = Uploads(62.5e3 * one.worker.upload_mbit)
         if ahead is not None and ahead.k:
             donors = tuple(t.exchange.peer_id for t in self.living() if t.state.tip.head == ahead.head)

@@ -37,7 +37,7 @@ from p2p_muloco.reports import (
     shard_of,
     shards,
 )
-from p2p_muloco.requests import BUSY, WantChunk, WantTime, pack_request, read_request
+from p2p_muloco.requests import BUSY, WantChunk, WantDial, WantTime, pack_request, read_request
 from p2p_muloco.transfer import SLOWEST_BYTES_PER_S, Uploads
 from p2p_muloco.wire import Record, read_frame, write_frame
 
@@ -52,6 +52,7 @@ PIECE_BYTES = 2**16  # of an answer, between two looks at the upload's limit
 IDLE_S = 90.0  # after which an unused stream is closed
 MAX_TALK_BYTES = 64 * 1024
 GOODBYE = (0).to_bytes(4, "big")
+DIAL_S, DIALLED_HOSTS = 3.0, 2  # to see whether a peer can be reached
 SKEW_S = 3.0  # that hivemind tolerates
 
 Deliver = Callable[[bytes, Record], None]
@@ -243,7 +244,15 @@ class Node:
             if size > 1024:
                 return
             request = read_request(await asyncio.wait_for(reader.readexactly(size), OPEN_S))
-            await (self._answer_chunk(writer, request) if isinstance(request, WantChunk) else self._answer_one(writer, request))
+            match request:
+                case WantChunk():
+                    await self._answer_chunk(writer, request)
+                case WantDial():
+                    answer = bytes([await self._dials(info.peer_id, request.port)])  # type: ignore[attr-defined]
+                    writer.write(len(answer).to_bytes(8, "big") + answer)
+                    await asyncio.wait_for(writer.drain(), STALL_S)
+                case _:
+                    await self._answer_one(writer, request)
         except (asyncio.IncompleteReadError, OSError, TimeoutError, BadPacket) as error:
             log.debug("a fetch was not answered: %r", error)
         finally:
@@ -267,6 +276,17 @@ class Node:
             await asyncio.sleep(wait_s(len(piece)))
             writer.write(piece)
             await asyncio.wait_for(writer.drain(), STALL_S)
+
+    async def _dials(self, peer: PeerID, port: int) -> bool:
+        """Whether a new connection to where this peer is connected from can be made at `port`: to nobody else."""
+        known = [other for other in await self.p2p.list_peers() if other.peer_id == peer]
+        hosts = {str(address).split("/")[2] for other in known for address in other.addrs}
+        for host in sorted(hosts)[:DIALLED_HOSTS]:
+            with contextlib.suppress(OSError, TimeoutError):
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), DIAL_S)
+                writer.close()
+                return True
+        return False
 
     def _bytes_for(self, request: Record) -> bytes:
         if isinstance(request, WantTime):

@@ -1,9 +1,10 @@
 """What surrounds simulated workers: how fast they are, how they are linked, and what goes wrong. Pure data, read from TOML.
 
-    step_s = 0.5                 # an inner step of a worker, in virtual seconds; this and the next three hold for all
+    step_s = 0.5                 # an inner step of a worker, in virtual seconds; this and the next four hold for all
     upload_mbit = 20.0
     download_mbit = 100.0
     latency_ms = 25.0            # from a worker to any other, one way
+    nat = false                  # nobody can dial it
 
     [[worker]]                   # what one worker has instead; the first is number 1
     number = 4
@@ -48,6 +49,7 @@ class Worker:
     download_mbit: float = 100.0
     latency_ms: float = 25.0
     joins_at_s: float = 0.0
+    nat: bool = False  # nobody can dial it, so it is a client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,8 @@ def _record(kind: type[Any], place: str, row: Mapping[str, Any]) -> Any:
 def _value(place: str, kind: Any, value: Any) -> Any:
     if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
         return float(value)
+    if kind is bool and type(value) is bool:
+        return value
     if kind is int and type(value) is int and value >= 0:
         return value
     if kind is str and type(value) is str:

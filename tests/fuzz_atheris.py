@@ -38,7 +38,7 @@ with atheris.instrument_imports(include=["p2p_muloco"]):
 chain.verify = lambda peer, purpose, message, signature: True  # who signs may write what it likes
 ENTRY_LAW, SMALL = kit.law(kit.VECTORS, min_peers=2), kit.law({"a": (4,), "b": (2, 3)})
 REPORT = Report(run_id="r", peer=ME.peer_id, name="n", k=1, head=HASH, inner_steps=1, tokens_total=1, tokens_per_s=1.0,
-                loss=1.0, device="cpu", version="1", at_s=1, named=(ME.peer_id,), named_why=(3,), named_round=(1,))
+                loss=1.0, client=0, device="cpu", version="1", at_s=1, named=(ME.peer_id,), named_why=(3,), named_round=(1,))
 
 
 def samples() -> list[tuple[Callable[[bytes], Any], list[bytes]]]:

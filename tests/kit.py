@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from p2p_muloco.chain import Checked, Law, Tip, advance, check_entry, merged_update
+from p2p_muloco.chain import CLIENT, NODE, Checked, Law, Tip, advance, check_entry, merged_update
 from p2p_muloco.config import CodecConfig, OuterConfig, RunConfig, RunSection
 from p2p_muloco.errors import StateUnavailable
 from p2p_muloco.exchange import Behind, Committed, Failed, Outcome
@@ -88,7 +88,8 @@ class Swarm:
     """n members with one random packet each, on one network."""
 
     def __init__(self, law: Law, n: int, *, rates: Sequence[int] = (), h: Sequence[int] = (),
-                 faults: Sequence[Fault] = (), tip: Tip | None = None, network: LocalNetwork | None = None) -> None:
+                 faults: Sequence[Fault] = (), tip: Tip | None = None, network: LocalNetwork | None = None,
+                 clients: Sequence[int] = ()) -> None:
         self.law = law
         self.network = network or LocalNetwork(faults=faults)
         self.h = list(h) or [8] * n
@@ -97,7 +98,10 @@ class Swarm:
         self.identities = [identity(i) for i in range(n)]
         rates = rates or [20_000] * n
         tip = tip or law.genesis
-        self.members = [Member(law, who, tip, rate_kbps=r) for who, r in zip(self.identities, rates, strict=True)]
+        modes = [CLIENT if i in clients else NODE for i in range(n)]
+        self.network.behind_nat |= {self.identities[i].peer_id for i in clients}
+        self.members = [Member(law, who, tip, rate_kbps=r, mode=m)
+                        for who, r, m in zip(self.identities, rates, modes, strict=True)]
         self.exchanges = [LocalExchange(self.network, member) for member in self.members]
 
     def begin(self, *indices: int) -> None:

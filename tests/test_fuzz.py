@@ -463,7 +463,7 @@ def test_any_request_is_served_or_has_no_answer(tmp_path: Path) -> None:
 @given(st.data())
 def test_reports_are_read_or_cost_one_record(data: st.DataObject) -> None:
     report = Report(run_id="r", peer=ME.peer_id, name="n", k=1, head=HASH, inner_steps=1, tokens_total=1, tokens_per_s=1.0,
-                    loss=1.0, device="cpu", version="1", at_s=1,
+                    loss=1.0, client=0, device="cpu", version="1", at_s=1,
                     named=(ME.peer_id,), named_why=(3,), named_round=(1,))
     sound = pack_report(Signed.make(report, ME))
     packed = data.draw(st.one_of(spoiled(sound), anything, anything.map(msgpack.packb), st.binary(max_size=600)))
@@ -580,7 +580,8 @@ def messages(draw: st.DrawFn, true: Signed) -> Record:
         return RecordMessage(group, draw(st.just(signed.body) | st.binary(min_size=1, max_size=99)), signed.signature)
     if kind is Confirm:
         root = draw(st.sampled_from([HASH, bytes(32)]))
-        return Confirm(group, root, draw(peers.map(lambda who: sign_root(who, group, root)) | signatures))
+        who = draw(peers)
+        return Confirm(group, who.peer_id, root, draw(st.just(sign_root(who, group, root)) | signatures))
     if kind is Abandon:
         return Abandon(group)
     if kind is Reassign:
@@ -644,7 +645,7 @@ def flood(kind: str, i: int) -> Record:
         case "parts of one group":
             return Parts(HASH, 0, 1, bytes(1000))
         case "confirms":
-            return Confirm(unique, unique, bytes(64))
+            return Confirm(unique, unique + b"peerid", unique, bytes(64))
         case "proofs of nothing":
             return Proof(unique + b"peerid", (unique * 60, b"\0"), (bytes(64),) * 2)
     raise AssertionError(kind)
@@ -697,7 +698,8 @@ def test_floods_in_an_attempt_leave_a_member_bounded(kind: type[Record]) -> None
             case "RecordMessage":
                 return RecordMessage(true.hash, unique * 60, bytes(64))
             case "Confirm":
-                return Confirm(true.hash, unique, sign_root(OTHERS[i // whole % len(OTHERS)], true.hash, unique))
+                who = OTHERS[i // whole % len(OTHERS)]
+                return Confirm(true.hash, who.peer_id, unique, sign_root(who, true.hash, unique))
             case "Reassign":
                 by = OTHERS[i // whole % len(OTHERS)]
                 order = Signed.make(Order(start=true.hash, span=i % len(start.spans), turn=1 + i % (N - 1), by=by.peer_id), by)

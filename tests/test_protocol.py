@@ -411,7 +411,7 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
         TipMessage(n, (head,), n, GATHERING, b"", b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
         Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), Fetch(group, n),
-        RecordMessage(group, rng.randbytes(50), rng.randbytes(64)), Confirm(group, rng.randbytes(32), rng.randbytes(64)),
+        RecordMessage(group, rng.randbytes(50), rng.randbytes(64)), Confirm(group, peer, rng.randbytes(32), rng.randbytes(64)),
         Reassign(group, rng.randbytes(50), rng.randbytes(64)), Abandon(group),
     ])
 

@@ -21,7 +21,8 @@ names = st.builds(Named, st.sampled_from(IDS), st.integers(0, len(WHY) - 1), st.
 
 def report(sender: int = 0, *named: Named) -> Report:
     short = Report(run_id="r-000000000000", peer=IDS[sender], name="n", k=1, head=b"h" * 32, inner_steps=1, tokens_total=1,
-                   tokens_per_s=1.0, loss=1.0, device="cpu", version="0.1.0", at_s=1, named=(), named_why=(), named_round=())
+                   tokens_per_s=1.0, loss=1.0, client=0, device="cpu", version="0.1.0", at_s=1, named=(), named_why=(),
+                   named_round=())
     return with_named(short, named)
 
 

@@ -1,0 +1,88 @@
+"""Clients: peers that nobody can dial. Counted as all are, they lead nothing, reduce nothing, and hear each other by nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import Driver, Swarm, assert_agree, established, identity, law
+
+from p2p_muloco.chain import CLIENT, NODE, Tip, advance, check_entry
+from p2p_muloco.exchange import Committed
+from p2p_muloco.local import Fault, LocalNetwork
+
+
+def swarm(n: int, clients: Sequence[int], faults: Sequence[Fault] = (), tip: Tip | None = None) -> Swarm:
+    return Swarm(law(min_peers=n), n, tip=tip, network=LocalNetwork(faults=faults), clients=clients)
+
+
+@pytest.mark.parametrize(("n", "clients"), [(3, [1, 2]), (3, [0]), (5, [0, 1, 2, 3]), (6, [1, 3, 4, 5]), (4, [0, 1])])
+def test_clients_are_counted_in_every_entry(n: int, clients: list[int]) -> None:
+    driver = Driver(swarm(n, clients))
+    assert driver.run(4, 60.0)
+    assert_agree(driver)
+    for checked in driver.peers[0].entries.values():
+        assert len(checked.counted) == n
+        modes = {hello.peer: mode for hello, mode in zip(checked.start.hellos, checked.start.start.modes, strict=True)}
+        assert [modes[driver.swarm.members[i].me] for i in range(n)] == [CLIENT if i in clients else NODE for i in range(n)]
+        ids = {driver.swarm.members[i].me for i in clients}
+        assert not ids & {span.reducer for span in checked.start.spans} and checked.start.start.leader not in ids
+        assert ids == set(driver.swarm.members[0].tip.clients)
+        assert len(checked.entry.confirms) == n, "each has heard of all others"
+    assert driver.network.now < 30.0, "nobody has waited for what can't come"
+
+
+def test_a_node_serves_four_clients_at_most() -> None:
+    driver = Driver(Swarm(law(min_peers=5), 7, network=LocalNetwork(), clients=range(1, 7)))
+    assert driver.run(3, 200.0)
+    assert_agree(driver)
+    assert all(len(checked.counted) == 5 for checked in driver.peers[0].entries.values())
+
+
+def test_clients_alone_say_what_is_missing_and_train_on() -> None:
+    run_law = law()
+    tip = established(run_law, 3)
+    tip = dataclasses.replace(tip, clients=tip.members)
+    made = Swarm(run_law, 3, tip=tip, network=LocalNetwork(), clients=[0, 1, 2])
+    made.begin()
+    made.network.wait(lambda: False, 60.0)
+    assert all("no peer of this run can be reached from outside" in m.waiting_for(made.network.now) for m in made.members)
+    assert not any(isinstance(outcome, Committed) for m in made.members for outcome in m.outcomes)
+
+
+@pytest.mark.parametrize("nth", range(0, 60, 3))
+def test_a_node_killed_at_any_moment_is_followed_by_another(nth: int) -> None:
+    run_law, clients = law(), [0, 1, 2]
+    tip = established(run_law, 5)
+    tip = dataclasses.replace(tip, clients=tuple(peer for peer in tip.members if peer in {identity(i).peer_id for i in clients}))
+    network = LocalNetwork(faults=[Fault("kill", 3, nth)])
+    driver = Driver(Swarm(run_law, 5, tip=tip, network=network, clients=clients))
+    assert driver.run(4, 120.0)
+    assert_agree(driver)
+
+
+FAULTS = st.builds(Fault, st.sampled_from(["kill", "freeze", "delay", "duplicate", "drop"]), st.integers(0, 7),
+                   st.integers(0, 150), st.sampled_from([0.5, 3.0, 8.0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(3, 8), nodes=st.integers(2, 4), faults=st.lists(FAULTS, max_size=3))
+def test_whatever_happens_clients_and_nodes_agree(n: int, nodes: int, faults: list[Fault]) -> None:
+    clients = range(min(nodes, n), n)
+    faults = [dataclasses.replace(f, peer=f.peer % n) for f in faults]
+    faults = [f for f in faults if f.kind != "kill" or f.peer not in (0, 1)]  # a node of which each knows stays
+    driver = Driver(swarm(n, clients, faults=faults))
+    assert driver.run(3, 400.0)
+    assert_agree(driver)
+
+
+def test_a_tip_names_its_clients() -> None:
+    driver = Driver(swarm(3, [2]))
+    assert driver.run(1, 30.0)
+    entry = driver.peers[0].entries[1].entry
+    run_law = driver.swarm.law
+    tip = advance(run_law, run_law.genesis, check_entry(run_law, run_law.genesis, entry))
+    assert tip.clients == (driver.swarm.members[2].me,) and Tip.unpack(tip.pack()) == tip
