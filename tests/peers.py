@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import netlab
 
 from p2p_muloco.metrics import read_json_lines
 
@@ -41,11 +43,11 @@ def cli(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess
 
 
 class PeerProcess:
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home: Path, *arguments: str, prefix: Sequence[str] = ()) -> None:
         self.home, self.log = home, home.with_suffix(".log")
         with open(self.log, "w") as file:
-            self.process = subprocess.Popen([sys.executable, "-m", "p2p_muloco.cli.main", *arguments], stdout=subprocess.PIPE,
-                                            stderr=file, text=True, start_new_session=True)
+            self.process = subprocess.Popen([*prefix, sys.executable, "-m", "p2p_muloco.cli.main", *arguments],
+                                            stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True)
 
     def rounds(self) -> list[dict[str, Any]]:
         return [r for r in read_json_lines(self.home / "metrics.jsonl") if r["event"] == "round"]
@@ -69,25 +71,28 @@ class Stage:
     """One test's run: a bootstrap node, peers, and nothing left behind."""
 
     def __init__(self, folder: Path, *, min_peers: int = 2, inner_steps: int = 8, budget: int = 10**9,
-                 clock: str = "time", overlap: str = "keep") -> None:
+                 clock: str = "time", overlap: str = "keep", host: int | None = None) -> None:
+        """`host`: of the bootstrap node, on an internet of netlab."""
         self.folder = folder
         self.processes: list[PeerProcess] = []
         law = RUN.format(min_peers=min_peers, inner_steps=inner_steps, budget=budget, clock=clock, overlap=overlap)
         (folder / "run.toml").write_text(law)
-        arguments = (str(folder / "run.toml"), "--listen", "127.0.0.1:0", "--home", str(folder / "bootstrap"))
-        self.bootstrap = self._start("bootstrap", "bootstrap", *arguments)
+        listen = "127.0.0.1:0" if host is None else "0.0.0.0:31337"
+        arguments = (str(folder / "run.toml"), "--listen", listen, "--home", str(folder / "bootstrap"))
+        self.bootstrap = self._start("bootstrap", "bootstrap", *arguments, host=host)
         assert self.bootstrap.process.stdout is not None
         self.join_string = self.bootstrap.process.stdout.readline().strip()
         assert self.join_string, self.bootstrap.words()
 
-    def _start(self, name: str, *arguments: str) -> PeerProcess:
-        process = PeerProcess(self.folder / name, *arguments)
+    def _start(self, name: str, *arguments: str, host: int | None = None) -> PeerProcess:
+        process = PeerProcess(self.folder / name, *arguments, prefix=netlab.within(host) if host else ())
         self.processes.append(process)
         return process
 
-    def join(self, name: str, *more: str) -> PeerProcess:
+    def join(self, name: str, *more: str, host: int | None = None) -> PeerProcess:
+        listen = "0.0.0.0:0" if host else "127.0.0.1:0"
         return self._start(name, "join", self.join_string, "--home", str(self.folder / name), "--name", name, "--threads", "1",
-                           "--device", "cpu", "--listen", "127.0.0.1:0", *more)
+                           "--device", "cpu", "--listen", listen, *more, host=host)
 
     def until(self, what: str, condition: Callable[[], bool], limit_s: float = 90.0) -> float:
         """Wait for what real processes do; return the seconds it took."""

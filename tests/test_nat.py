@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
+import netlab
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import Driver, Swarm, assert_agree, established, identity, law
+from peers import stage
 
 from p2p_muloco.chain import CLIENT, NODE, Tip, advance, check_entry
 from p2p_muloco.exchange import Committed
@@ -86,3 +89,17 @@ def test_a_tip_names_its_clients() -> None:
     run_law = driver.swarm.law
     tip = advance(run_law, run_law.genesis, check_entry(run_law, run_law.genesis, entry))
     assert tip.clients == (driver.swarm.members[2].me,) and Tip.unpack(tip.pack()) == tip
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not netlab.is_possible(), reason="an internet of namespaces needs root, `ip` and /dev/net/tun")
+def test_two_real_peers_behind_nat_and_one_public_one_are_counted_in_every_round(tmp_path: Path) -> None:
+    link = {"rate_mbit": 100, "delay_ms": 20}
+    hosts = [link, link, {**link, "nat": True}, {**link, "nat": True}]
+    with netlab.internet(*hosts), stage(tmp_path, min_peers=3, inner_steps=20, host=1) as s:
+        public, *hidden = (s.join(name, host=host) for host, name in enumerate(("public", "hidden-1", "hidden-2"), start=2))
+        s.until("eight rounds", lambda: min(p.round() for p in (public, *hidden)) >= 8, 180.0)
+        assert all("takes part as a client" in p.words() for p in hidden) and "as a client" not in public.words()
+        for peer in (public, *hidden):
+            assert all(r["counted"] and r["members"] == 3 for r in peer.rounds()), peer.words()
+        assert len({p.heads()[8] for p in (public, *hidden)}) == 1
