@@ -150,7 +150,7 @@ class SpanReducer:
                 return [1.0] * len(members)
             norms = [float(torch.linalg.vector_norm(decoded[member], dtype=torch.float64)) for member in members]
             factors = clip_factors(norms, [self.start.hellos[member].h for member in members])
-            far = far_longer(self.law.layout.parts[part], config.inner, factors)
+            far = far_longer(self.law.layout, part, config.inner, factors)
             if not any(far):
                 return factors
             for member in itertools.compress(members, far):

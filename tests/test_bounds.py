@@ -271,12 +271,14 @@ def test_clip_factors_by_hand() -> None:
 
 
 def test_who_is_far_longer_is_not_counted() -> None:
-    adamw = InnerConfig(optimizer="adamw")
     for up, judged in (("statistical4", True), ("statistical2", True), ("absmax2", False), ("topk", False)):
         law = kit.law(up=up)
-        part = next(part for part in law.layout.parts if part.up.name == up)
-        assert far_longer(part, law.config.inner, [1.0, 0.34, 0.33]) == [False, False, judged]
-        assert not any(far_longer(part, adamw, [1.0, 0.01])), "its honest senders differ as much"
+        layout, adamw = law.layout, InnerConfig(optimizer="adamw")
+        matrix = next(i for i, part in enumerate(layout.parts) if part.up.name == up)
+        assert far_longer(layout, matrix, law.config.inner, [1.0, 0.34, 0.33]) == [False, False, judged]
+        assert not any(far_longer(layout, matrix, adamw, [1.0, 0.01])), "its honest senders differ as much"
+        gain = next(i for i, part in enumerate(layout.parts) if len(layout.shapes[part.tensor]) == 1)
+        assert far_longer(layout, gain, law.config.inner, [1.0, 0.17, 0.16]) == [False, False, True], "it travels as fp32"
 
 
 @given(st.lists(st.tuples(st.just(0.0) | st.floats(1e-6, 1e6), st.integers(1, 40)), max_size=12))
