@@ -20,10 +20,11 @@ __all__ = ["Behind", "Committed", "Exchange", "Failed", "Outcome", "Traffic"]
 
 @dataclass
 class Traffic:
-    """Bytes of all frames, heads included, since the peer began."""
+    """Bytes of all frames, heads included, since the peer began, and CPU seconds of the processes that carry them."""
 
     sent: int = 0
     received: int = 0
+    cpu_s: float = 0.0
 
 
 class Exchange(Protocol):

@@ -218,7 +218,7 @@ class HivemindExchange:
         except (EOFError, OSError):
             raise NetworkError("the network process ended; start this peer again, its state is on disk") from None
         if kind == "outcome":
-            outcome, self.traffic.sent, self.traffic.received = values
+            outcome, self.traffic.sent, self.traffic.received, self.traffic.cpu_s = values
             self._outcomes.append(outcome)
         elif kind == "fetched":
             self._answers[values[0]] = values[1]
@@ -338,7 +338,7 @@ class _Hive:
                     self.recent.popitem(last=False)
             elif isinstance(outcome, Behind | Failed):
                 self.node.clear_bulk()
-            self._tell("outcome", outcome, self.node.bytes_sent, self.node.bytes_received)
+            self._tell("outcome", outcome, self.node.bytes_sent, self.node.bytes_received, self.node.cpu_s())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -199,6 +199,13 @@ class Node:
         self._guard.kill()
         self._guard.wait()
 
+    def cpu_s(self) -> float:
+        """CPU seconds of this process and its daemon so far."""
+        processes = [psutil.Process(), *psutil.Process().children()]
+        with contextlib.suppress(psutil.Error):  # the daemon is gone: the caller is about to hear of it
+            return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+        return 0.0
+
     async def addresses(self) -> list[str]:
         """Own multiaddrs, those that others can use first."""
         return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]

@@ -76,7 +76,7 @@ class Trainer:
         self.last_heldout = math.nan
         self._round: _Round | None = None
         self._anchored_at = exchange.now()
-        self._traffic = (0, 0)
+        self._traffic, self._recorded_at, self._inner_s = (0, 0, 0.0), exchange.now(), 0.0
         self._stopping = self._withdrawn = False
         self.on_step: Callable[[], None] = lambda: None  # after each inner step
         self._checkpoints: Checkpoints | None = None
@@ -144,6 +144,7 @@ class Trainer:
         self.total_steps += 1
         self.on_step()
         self._measure(self.exchange.now() - started_at)
+        self._inner_s += self.exchange.now() - started_at
         if math.isfinite(loss):
             self.steps += 1
             self.losses.append(loss)
@@ -290,8 +291,10 @@ class Trainer:
 
     def _round_record(self, checked: Checked, mine: Hello | None, round_: _Round | None) -> dict[str, Any]:
         tip, traffic = self.state.tip, self.exchange.traffic
-        sent, received = traffic.sent - self._traffic[0], traffic.received - self._traffic[1]
-        self._traffic = (traffic.sent, traffic.received)
+        totals, now = (traffic.sent, traffic.received, traffic.cpu_s), self.exchange.now()
+        sent, received, cpu_s = (total - before for total, before in zip(totals, self._traffic, strict=True))
+        inner_share = self._inner_s / max(1e-9, now - self._recorded_at)
+        self._traffic, self._recorded_at, self._inner_s = totals, now, 0.0
         packed = self.law.layout
         own = [s for s in checked.start.spans if s.reducer == self.exchange.peer_id]
         return {
@@ -301,6 +304,7 @@ class Trainer:
             "heldout_loss": self.last_heldout if math.isfinite(self.last_heldout) else None,
             "tokens_per_s": self.law.config.tokens_per_step / self.pace_s if self.pace_s else None,
             "exchange_s": round(self.exchange.now() - round_.begun_at, 3) if round_ else None,
+            "inner_share": round(inner_share, 4), "network_cpu_s": round(cpu_s, 3),
             "bytes_sent": sent, "bytes_received": received, "packet_bytes": packed.up_bytes,
             "span_bytes": sum(packed.up_offsets[s.stop] - packed.up_offsets[s.first] for s in own),
         }
