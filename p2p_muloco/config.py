@@ -58,8 +58,10 @@ class RunSection:
     clock: str = _f("time", "'time': rounds are due by the swarm's median speed, a slow peer makes fewer steps; "
                     "'steps': each member makes exactly H, a newcomer may bring fewer once", choices=("time", "steps"))
     window_s: float = _f(10.0, "seconds a leader waits for members that are alive but not ready", low=0.1, high=3600)
-    overlap: str = _f("keep", "'keep': train on while the exchange runs and keep that progress; 'off': wait for it",
-                      choices=("keep", "off"))
+    overlap: str = _f("keep", "'keep': train on while the exchange runs and keep that progress; 'eager': the same, from a guess "
+                      "of the outer step by the own packet; 'mix': go on from a mix of own weights and all's; 'off': wait",
+                      choices=("keep", "eager", "mix", "off"))
+    mix: float = _f(0.5, "share of the own weights in overlap = 'mix'", low=0.0, high=1.0)
     snapshot_every: int = _f(50, "entries between two states kept on disk for newcomers", low=1, high=100_000)
     owner: str = _f("", "the owner's public key in hex; filled in by `p2p-muloco bootstrap`", pattern=r"([0-9a-f]{64})?")
 
@@ -295,6 +297,12 @@ def _check_pairs(c: RunConfig) -> None:
     if outer.aggregate == "trimmed" and codec.up == "topk":
         raise ConfigError("outer.aggregate = 'trimmed' with codec.up = 'topk': trimming would drop nearly all that is sent; "
                           "take a dense codec or aggregate = 'mean'")
+    if run.overlap == "mix" and run.mix > 0.5 and codec.beta:
+        raise ConfigError(f"run.mix = {run.mix!r} with codec.beta = {codec.beta!r}: a mix says again what was said, and error "
+                          "feedback adds to that; set mix to at most 0.5, or codec.beta = 0.0")
+    if run.overlap == "eager" and outer.method != "nesterov":
+        raise ConfigError(f"run.overlap = 'eager' with outer.method = {outer.method!r}: one packet's spectrum is no guess of the "
+                          "mean's; take overlap = 'keep', or outer.method = 'nesterov'")
     if run.min_peers > run.max_group:
         raise ConfigError(f"run.min_peers = {run.min_peers} is more than run.max_group = {run.max_group}: "
                           "the first outer step could never happen; lower min_peers or raise max_group")

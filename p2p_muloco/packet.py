@@ -124,6 +124,11 @@ class Layout:
         flattened = {part.tensor for part in self.parts if part.flattened}
         return sum(20 * math.prod(self.shapes[t]) * min(self.shapes[t]) for t in flattened) / 5e9
 
+    def decode(self, payload: bytes) -> Tensor:
+        """D(q) of a whole packet: (elements,) fp32."""
+        values = [self.decode_up(i, self.up_slice(payload, i, i + 1)) for i in range(len(self.parts))]
+        return torch.cat(values)
+
     def encode(self, x: Tensor) -> bytes:
         """The payload of a packet: (elements,) fp32 to `up_bytes` bytes, part after part."""
         assert x.shape == (self.n_elements,) and x.dtype == torch.float32

@@ -6,7 +6,8 @@
     x       (anchor - theta_begin) + beta e, what this peer has to say for the next entry
 
 Commit or nothing: a failed exchange leaves everything as it was and training goes on. Counted exactly once: progress
-made after `theta_begin` is kept on top of the new anchor; a packet that was counted nowhere stays in theta as progress.
+made after `theta_begin` is kept on top of the new anchor (as the law's `overlap` says); a packet that was counted nowhere
+stays in theta as progress.
 Memory beyond a bare loop, fp32 on the CPU: anchor, momentum, e, and theta_begin while an exchange runs.
 """
 
@@ -31,6 +32,7 @@ from p2p_muloco.healing import Way, apply_entry, carried_work, decoded_parts, fi
 from p2p_muloco.inner import InnerLoop, flat_weights, heldout_loss, load_flat
 from p2p_muloco.metrics import RecordSink
 from p2p_muloco.muon import learning_rate, schedule_progress
+from p2p_muloco.outer import eta_mu, outer_step
 from p2p_muloco.packet import Packet
 from p2p_muloco.replay import AskingUntil
 from p2p_muloco.snapshot import State, Store
@@ -55,6 +57,7 @@ class _Round:
 
     packet: Packet
     theta_begin: Tensor
+    base: Tensor  # from where training went on: theta_begin, or what it was taken to under overlap = "eager"
     begun_at: float
     retry_at: float | None = None  # None while an attempt runs
 
@@ -166,7 +169,7 @@ class Trainer:
     def _roll_back(self, why: str) -> None:
         """Back to the last weights known to be good: those of the packet that is out, else those all agree on."""
         log.warning("%s: back to the last good weights, after entry %d, with a fresh optimizer", why, self.state.tip.k)
-        good = self.state.anchor if self._round is None else self._round.theta_begin
+        good = self.state.anchor if self._round is None else self._round.base
         load_flat(self.inner.model, self.law.layout, good)
         self.inner.restart()
         self.steps = 0
@@ -182,7 +185,7 @@ class Trainer:
             return False
         tip = self.state.tip
         newcomer = tip.k > 0 and self.exchange.peer_id not in tip.members
-        if newcomer and run.clock == "time" and run.overlap == "keep":
+        if newcomer and run.clock == "time" and run.overlap != "off":
             return True  # how old the entry is that it caught up to, nobody has said: waiting could miss every round
         share = EARLY if newcomer else 1.0
         if run.clock == "steps" or not tip.period_ms:
@@ -200,12 +203,34 @@ class Trainer:
             limits = self._limits()
             payload = self.law.layout.encode(clip_to_limits(self.law.layout, x, limits, h))
             packet = Packet(payload, h, pace_mhz, self.digest, tuple(limits.tolist()))
-            self._round = _Round(packet, theta, self.exchange.now())
+            self._round = _Round(packet, theta, self._base(packet, theta), self.exchange.now())
             self.steps = 0
             self.record({"event": "begin", "round": self.state.tip.k + 1, "inner_steps": h})
             self._save_if_due()  # before others see it: one packet for a (peer, entry)
+            if self._round.base is not theta:
+                load_flat(self.inner.model, self.law.layout, self._round.base)
         self._round.retry_at = None
         self.exchange.begin(self._round.packet)
+
+    def _base(self, packet: Packet, theta: Tensor) -> Tensor:
+        """Where training goes on while the exchange runs: here, or where the outer step would lead if all said the same.
+
+        "eager": the own part of an outer step is known at once (arXiv 2502.12996); what the others say corrects it later.
+        """
+        if self.law.config.run.overlap != "eager":
+            return theta
+        config, tip = self.law.config, self.state.tip
+        eta, mu = eta_mu(config.outer, config.inner.optimizer, [packet.inner_steps] * max(1, len(tip.members)), tip.k)
+        anchor, momentum = self.state.anchor.clone(), self.state.momentum.clone()
+        outer_step(anchor, momentum, self.law.layout.decode(packet.payload), eta, mu)
+        return anchor
+
+    def _unsaid(self, theta: Tensor) -> Tensor:
+        """What live weights hold beyond the anchor, what the packet that is out says included; in place of `theta`."""
+        round_ = self._round
+        if round_ is None or round_.base is round_.theta_begin:
+            return theta.sub_(self.state.anchor)
+        return theta.sub_(round_.base).add_(round_.theta_begin).sub_(self.state.anchor)
 
     def _limits(self) -> Tensor:
         return step_limits(self.law, self.state.anchor, largest_lr(self.law, self.state.tip.recent_tokens))
@@ -237,17 +262,21 @@ class Trainer:
         """Take the outer step of the entry after this tip, live or replayed: the same for both."""
         assert checked.start.start.head == self.state.tip.head, "an entry is applied to the state it was made for"
         self._check_agreement(checked)
-        theta = flat_weights(self.inner.model)
+        theta, run = flat_weights(self.inner.model), self.law.config.run
         mine, round_ = self._counted(checked), self._round
+        is_mixed = False
         if mine is not None and round_ is not None and mine.digest == round_.packet.digest:
             self._update_residual(checked, round_)
-            progress, steps = theta.sub_(round_.theta_begin), self.steps
+            is_mixed = run.overlap == "mix"
+            progress, steps = theta if is_mixed else theta.sub_(round_.base), self.steps
         elif mine is not None and self._crashed:  # a packet that it sent and no longer knows said all that it holds now
             self.residual.zero_()
-            progress, steps = theta.sub_(theta if round_ is None else round_.theta_begin), self.steps if round_ else 0
+            progress, steps = theta.sub_(theta if round_ is None else round_.base), self.steps if round_ else 0
         else:
-            progress, steps = theta.sub_(self.state.anchor), self.steps + (round_.packet.inner_steps if round_ else 0)
+            progress, steps = self._unsaid(theta), self.steps + (round_.packet.inner_steps if round_ else 0)
         apply_entry(self.law, self.state, checked)
+        if is_mixed:
+            progress = progress.sub_(self.state.anchor).mul_(run.mix)
         self._round, self.steps, self._anchored_at = None, min(steps, self.law.max_h), self.exchange.now()
         self._after_commit(checked, mine, progress, round_, evaluate)
 
@@ -379,7 +408,7 @@ class Trainer:
         packets, out = self.store.own_packets(), 0
         if round_ is not None and way.is_own:
             packets[round_.packet.digest], out = round_.packet.payload, round_.packet.inner_steps
-        progress = flat_weights(self.inner.model).sub_(self.state.anchor) if way.is_own else self._unsaid_progress()
+        progress = self._unsaid(flat_weights(self.inner.model)) if way.is_own else self._unsaid_progress()
         work, counted = carried_work(self.law, self.exchange.peer_id, way, packets)
         work -= progress
         steps = max(0, counted + self.steps + out)
@@ -398,7 +427,7 @@ class Trainer:
 
         After a crash that may be all of it, by a packet that this life does not know.
         """
-        came_from = self.state.anchor if self._round is None else self._round.theta_begin
+        came_from = self.state.anchor if self._round is None else self._round.base
         progress = flat_weights(self.inner.model).sub_(came_from)
         if self._crashed:
             self.steps = 0
@@ -463,7 +492,8 @@ class Trainer:
         self._round = None
         if saved.pending is not None:
             packet = dataclasses.replace(saved.pending.packet, limits=tuple(self._limits().tolist()))
-            self._round = _Round(packet, saved.pending.theta_begin, now, retry_at=now)
+            theta_begin = saved.pending.theta_begin
+            self._round = _Round(packet, theta_begin, self._base(packet, theta_begin), now, retry_at=now)
 
     def save(self) -> None:
         if self._checkpoints is not None:

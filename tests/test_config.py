@@ -109,6 +109,8 @@ def refusal(toml: str) -> str:
         # pairs that contradict each other
         ("[model]\nd_model = 100\nn_heads = 3", ["model.n_heads = 3", "model.d_model = 100", "multiple"]),
         ("[outer]\neta = 0.7", ["outer.eta = 0.7", "outer.mu = 'auto'", "both"]),
+        ('[run]\noverlap = "mix"\nmix = 0.6', ["run.mix = 0.6", "codec.beta = 0.9", "at most 0.5"]),
+        ('[run]\noverlap = "eager"\n[outer]\nmethod = "isoloco"\neta = 1.0\nmu = 0.5', ["run.overlap = 'eager'", "'keep'"]),
         ('[outer]\nmethod = "iso_c"', ["outer.eta = 'auto'", "iso_c", "give numbers"]),
         ('[outer]\nmethod = "iso_c"\neta = 2.1\nmu = 0.5', ["outer.mu = 0.5", "iso_c", "isoloco"]),
         ('[codec]\ndown = "topk"', ["codec.down = 'topk'", "4 bits"]),
