@@ -59,6 +59,7 @@ def _row(report: Report) -> dict[str, Any]:
         "name": report.name, "peer_id": peer_name(report.peer), "round": report.k, "inner_steps": report.inner_steps,
         "tokens_total": report.tokens_total, "tokens_per_s": round(report.tokens_per_s, 1),
         "loss": report.loss or None, "digest": report.head.hex(), "device": report.device, "version": report.version,
+        "client": bool(report.client),
         "age_s": max(0, int(time.time()) - report.at_s),
     }
 
@@ -77,9 +78,11 @@ def _show(run_id: str, reports: list[Report]) -> None:
         table.add_column(heading)
     for r in reports:
         table.add_row(escape(r.name), "..." + peer_name(r.peer)[-6:], str(r.k), str(r.inner_steps), f"{r.tokens_per_s:.0f}",
-                      f"{r.loss:.3f}" if r.loss else "-", r.head.hex()[:12], escape(r.device),
+                      f"{r.loss:.3f}" if r.loss else "-", r.head.hex()[:12], escape(r.device) + ", client" * r.client,
                       f"{max(0, int(time.time()) - r.at_s)} s ago")
     console().print(table)
+    if any(r.client for r in reports):
+        console().print("client: nobody can dial it, so it averages nothing for others; it is counted as all are")
     names = {peer_name(report.peer): report.name for report in reports}
     for row in _named(reports):
         said_by = f"{row['said_by']} peer{'s' * (row['said_by'] != 1)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import re
 import tempfile
@@ -51,8 +52,9 @@ async def _somebody(node: Node, addresses: Sequence[str]) -> list[bytes]:
 
 async def is_within_reach(node: Node, addresses: Sequence[str] = ()) -> bool:
     """Whether others can dial this node: most of the few peers that are asked to try say so. True if nobody answers."""
-    ports = {int(found.group(1)) for address in await node.addresses() if (found := re.search(r"/tcp/(\d+)", address))}
-    tries = [_can_dial(node, peer, port) for peer in await _somebody(node, addresses) for port in sorted(ports)[:1]]
+    own = [address for address in await node.addresses() if "p2p-circuit" not in address]  # of a relay: not our port
+    ports = collections.Counter(int(found.group(1)) for address in own if (found := re.search(r"/tcp/(\d+)", address)))
+    tries = [_can_dial(node, peer, port) for peer in await _somebody(node, addresses) for port, _ in ports.most_common(1)]
     answers = [answer for answer in await asyncio.gather(*tries) if answer is not None]
     return 2 * sum(answers) > len(answers) if answers else True
 
