@@ -87,13 +87,17 @@ class Hello(Record):
     k: int = integer(1, 2**40)
     h: int = integer(1, 40_000)
     pace_mhz: int = integer(1, 10**9)
+    client: int = integer(0, 1)  # nobody can dial it
     digest: bytes = raw(32)
     state: bytes = raw(32)
 
 
 @dataclass(frozen=True)
 class Start(Record):
-    """The leader's list: who takes part, in order of peer id, and the deadlines in ms after its arrival."""
+    """The leader's list: who takes part, in order of peer id, and the deadlines in ms after its arrival.
+
+    A mode of NODE lets a member reduce. The leader may spare those that it blames for lost spans: half of the nodes at most.
+    """
 
     KIND = 2
     MAX_BYTES = 32 * 1024
@@ -178,8 +182,8 @@ class CheckedStart:
 
     @cached_property
     def nodes(self) -> frozenset[bytes]:
-        """The members that can be dialled; of a group of clients alone, its leader."""
-        return frozenset(peer for peer, _ in _reducers(self.start, self.hellos))
+        """The members that can be dialled, by their own word; of a group of clients alone, its leader."""
+        return frozenset(hello.peer for hello in self.hellos if not hello.client) or frozenset([self.start.leader])
 
     def within_reach(self, peer: bytes) -> list[bytes]:
         """The other members that one of them can talk to: a client has only the nodes, which it dials."""
@@ -330,6 +334,9 @@ def check_start(law: Law, tip: Tip, signed: Signed) -> CheckedStart:
         check_hello(law, tip, hello, Signed(body, signature))
     if tip.k == 0 and n < law.config.run.min_peers:
         raise BadPacket(f"the first entry has {n} members; the run asks for {law.config.run.min_peers}")
+    nodes, reducers = sum(not hello.client for hello in hellos), sum(mode == NODE for mode in start.modes)
+    if any(hello.client and mode == NODE for hello, mode in zip(hellos, start.modes, strict=True)) or 2 * reducers < nodes:
+        raise BadPacket(f"START lets {reducers} of {nodes} members reduce that can be dialled, or one that can't be")
     return CheckedStart(signed, start, hellos, plan_spans(law.layout, _reducers(start, hellos), tip.head))
 
 

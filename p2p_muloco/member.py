@@ -146,7 +146,7 @@ class Member:
         if self._gathering is not None or self.attempt is not None:
             return  # it is under way: the trainer had not yet heard of something that made it ask again
         hello = Hello(peer=self.me, head=self.tip.head, k=self.tip.k + 1, h=packet.inner_steps,
-                      pace_mhz=packet.pace_mhz, digest=packet.digest, state=packet.state)
+                      pace_mhz=packet.pace_mhz, client=int(self.mode == CLIENT), digest=packet.digest, state=packet.state)
         assert self._packet is None or self._packet == packet
         self._packet, self._hello, self._told_behind = packet, Signed.make(hello, self.identity), False
         self._awake_at = now
@@ -228,7 +228,8 @@ class Member:
         if self.attempt is not None:
             self.attempt.on_gone(peer, now)
         elif self._gathering is not None:
-            self._gathering.lose(peer)
+            if not self._is_client(peer):  # one that can't be dialled may come by itself
+                self._gathering.lose(peer)
             if self._gathering.leader == peer:
                 self._seek(now)
             self._lead_on(now)
@@ -344,7 +345,7 @@ class Member:
 
     def _join(self, leader: bytes) -> None:
         assert self._hello is not None
-        self.outbox.append((leader, Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)))
+        self.outbox.append((leader, Join(self._hello.body, self._hello.signature, self.rate_kbps)))
 
     def _ask_again(self, now: float) -> None:
         """JOIN to the leader, or a poll to everybody expected who has not joined."""
@@ -397,8 +398,13 @@ class Member:
         """Who may still join or be ahead or busy: not those that joined, are lost, or stand at another head."""
         g = self._gathering
         assert g is not None
-        elsewhere = {peer for peer, answer in g.answers.items() if answer.recent[-1] != self.tip.head}
+        elsewhere = {peer for peer, answer in g.answers.items()
+                     if answer.recent[-1] != self.tip.head and not self._is_about_to_follow(answer)}
         return self._pool(now) - set(self._joins) - g.lost - elsewhere - {self.me}
+
+    def _is_about_to_follow(self, answer: TipMessage) -> bool:
+        """It has not yet heard that the entry is made which led here."""
+        return answer.phase == EXCHANGING and answer.recent[-1:] == self.tip.recent[-2:-1]
 
     def _may_start(self, now: float) -> bool:
         g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
@@ -428,10 +434,13 @@ class Member:
 
     def _start(self, now: float) -> None:
         assert self._hello is not None
-        joins = {**self._joins, self.me: Join(self._hello.body, self._hello.signature, self.mode, self.rate_kbps)}
-        chosen = sorted(self._choose(joins))
+        joins = {**self._joins, self.me: Join(self._hello.body, self._hello.signature, self.rate_kbps)}
+        clients = {peer for peer, join in joins.items() if Hello.unpack(join.hello).client}
+        chosen = sorted(self._choose(joins, clients))
         rows = [joins[peer] for peer in chosen]
-        modes = tuple(CLIENT if self.opinion.blames(p, now) else row.mode for p, row in zip(chosen, rows, strict=True))
+        nodes = [peer for peer in chosen if peer not in clients]
+        spared = [peer for peer in nodes if self.opinion.blames(peer, now)][: len(nodes) // 2]
+        modes = tuple(CLIENT if peer in clients or peer in spared else NODE for peer in chosen)
         scatter_s, gather_s, confirm_s = deadlines_s(self.law, min(row.rate for row in rows), len(rows))
         start = Start(
             leader=self.me, head=self.tip.head, k=self.tip.k + 1, attempt=self._tries,
@@ -444,12 +453,20 @@ class Member:
         self.outbox += [(peer, message) for peer in chosen if peer != self.me]
         self._enter(check_start(self.law, self.tip, signed), now)
 
-    def _choose(self, joins: dict[bytes, Join]) -> list[bytes]:
-        """The members: this one, and of the others as many as a group may have, no more clients than its nodes can serve."""
-        order = [self.me, *(peer for peer in leader_order(self.tip.head, list(joins)) if peer != self.me)]
-        nodes = [peer for peer in order if joins[peer].mode == NODE or peer == self.me][: self.law.config.run.max_group]
-        clients = [peer for peer in order if peer not in nodes and joins[peer].mode == CLIENT]
-        return [*nodes, *clients[: CLIENTS_A_NODE * len(nodes)]][: self.law.config.run.max_group]
+    def _choose(self, joins: dict[bytes, Join], clients: set[bytes]) -> list[bytes]:
+        """This member, and of the others as many as a group may have, in an order that each head shuffles anew.
+
+        Of clients no more than the nodes can serve: one that finds no place yet comes after the nodes.
+        """
+        chosen, waiting = [self.me], []
+        for peer in leader_order(self.tip.head, list(joins)):
+            places = CLIENTS_A_NODE * sum(other not in clients for other in chosen)
+            if peer in clients and sum(other in clients for other in chosen) >= places:
+                waiting.append(peer)
+            elif peer != self.me:
+                chosen.append(peer)
+        places = CLIENTS_A_NODE * sum(other not in clients for other in chosen) - sum(other in clients for other in chosen)
+        return [*chosen, *waiting[:places]][: self.law.config.run.max_group]
 
     # -- messages
 

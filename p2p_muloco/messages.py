@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2p_muloco.chain import CLIENT, MAX_MEMBERS, NODE, Signed, SpanRecord
+from p2p_muloco.chain import MAX_MEMBERS, Signed, SpanRecord
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.identity import PEER_ID_BYTES
 from p2p_muloco.waypoint import Waypoint
@@ -42,12 +42,11 @@ class TipMessage(Record):
 
 @dataclass(frozen=True)
 class Join(Record):
-    """To a leader: 'take me into the next attempt'. The signed HELLO names head, entry, h and packet."""
+    """To a leader: 'take me into the next attempt'. The signed HELLO names head, entry, h, packet, and whether it is a client."""
 
     KIND = 12
     hello: bytes = raw(1, 256)
     signature: bytes = raw(64)
-    mode: int = integer(CLIENT, NODE)
     rate: int = integer(1, 10**7)
 
 

@@ -159,8 +159,8 @@ class Driver:
         for i in self.live():
             self._react(i, k)
         while not all(self.peers[i].tip.k >= k for i in self.live()):
-            waiting = [self.peers[i] for i in self.live() if self.peers[i].tip.k < k]
-            due = [peer.retry_at for peer in waiting if peer.retry_at is not None]
+            waiting = [(self.peers[i], self.swarm.members[i].me) for i in self.live() if self.peers[i].tip.k < k]
+            due = [max(peer.retry_at, self.network.thaws_at(me)) for peer, me in waiting if peer.retry_at is not None]
             event_at = self.network.next_at()
             at = min([t for t in (*due, event_at) if t is not None], default=end + 1)
             if at > end:

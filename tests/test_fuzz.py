@@ -162,7 +162,7 @@ def test_parts_of_any_bytes_are_finite_and_as_long_as_they_should_be(name: str, 
 
 
 def hello_of(who: Identity, **changed: Any) -> Signed:
-    hello = Hello(peer=who.peer_id, head=TIP.head, k=TIP.k + 1, h=8, pace_mhz=1000, digest=HASH, state=HASH)
+    hello = Hello(peer=who.peer_id, head=TIP.head, k=TIP.k + 1, h=8, pace_mhz=1000, client=0, digest=HASH, state=HASH)
     return Signed.make(dataclasses.replace(hello, **changed), who)
 
 
@@ -559,7 +559,7 @@ def messages(draw: st.DrawFn, true: Signed) -> Record:
         return TipMessage(draw(ks), recent, draw(st.integers(0, 2**60)), draw(st.integers(0, 2)), leader, waypoint)
     if kind is Join:
         hello = draw(hellos())
-        return Join(draw(st.just(hello.body) | st.binary(min_size=1, max_size=256)), hello.signature, draw(st.integers(0, 1)), 9)
+        return Join(draw(st.just(hello.body) | st.binary(min_size=1, max_size=256)), hello.signature, 9)
     if kind is StartMessage:
         body = draw(st.just(start.body) | st.binary(min_size=1, max_size=99))
         return StartMessage(body, draw(st.just(start.signature) | signatures))
@@ -637,7 +637,7 @@ def flood(kind: str, i: int) -> Record:
         case "tips":
             return TipMessage(5, (unique,) * 8, 2**60 - i, 1, unique, b"")
         case "joins":
-            return Join(hello_of(kit.identity(1000 + i)).body, bytes(64), 1, 1)
+            return Join(hello_of(kit.identity(1000 + i)).body, bytes(64), 1)
         case "starts of nobody":
             return StartMessage(b"\0" * 32_000 + unique, bytes(64))
         case "parts of no group":

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from kit import Driver, Swarm, assert_agree, established, identity, law
 from peers import stage
 
-from p2p_muloco.chain import CLIENT, NODE, Tip, advance, check_entry
+from p2p_muloco.chain import CLIENT, NODE, Signed, Tip, advance, check_entry, check_start
+from p2p_muloco.errors import BadPacket
 from p2p_muloco.exchange import Committed
 from p2p_muloco.local import Fault, LocalNetwork
+from p2p_muloco.member import Member
+from p2p_muloco.messages import Join
 
 
 def swarm(n: int, clients: Sequence[int], faults: Sequence[Fault] = (), tip: Tip | None = None) -> Swarm:
@@ -103,3 +106,37 @@ def test_two_real_peers_behind_nat_and_one_public_one_are_counted_in_every_round
         for peer in (public, *hidden):
             assert all(r["counted"] and r["members"] == 3 for r in peer.rounds()), peer.words()
         assert len({p.heads()[8] for p in (public, *hidden)}) == 1
+
+
+def test_a_leader_spares_half_of_the_nodes_at_most_and_lets_no_client_reduce() -> None:
+    driver = Driver(swarm(5, [4]))
+    assert driver.run(1, 30.0)
+    run_law, checked = driver.swarm.law, driver.peers[0].entries[1]
+    start, leader = checked.start.start, checked.start.start.leader
+    who = next(one for one in driver.swarm.identities if one.peer_id == leader)
+    at = checked.start.members.index(driver.swarm.members[4].me)
+    nodes = [i for i in range(5) if i != at]
+
+    def with_modes(reducing: Sequence[int]) -> None:
+        modes = tuple(int(i in reducing) for i in range(5))
+        check_start(run_law, run_law.genesis, Signed.make(dataclasses.replace(start, modes=modes), who))
+
+    with_modes(nodes)
+    with_modes(nodes[:2])
+    for wrong in (nodes[:1], [*nodes, at], [], [at]):
+        with pytest.raises(BadPacket, match="START lets"):
+            with_modes(wrong)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 12))
+def test_a_group_is_full_and_holds_no_more_clients_than_its_nodes_serve(are_clients: list[bool], max_group: int) -> None:
+    run_law = law(max_group=max_group)
+    member = Member(run_law, identity(0), run_law.genesis)
+    joins = {identity(i).peer_id: Join(b"x", bytes(64), 1) for i in range(len(are_clients))}
+    clients = {identity(i).peer_id for i, is_client in enumerate(are_clients) if is_client and i}
+    chosen = member._choose(joins, clients)
+    held = sum(peer in clients for peer in chosen)
+    assert member.me in chosen and len(set(chosen)) == len(chosen) <= max_group and held <= 4 * (len(chosen) - held)
+    nodes = len(joins) - len(clients)
+    assert len(chosen) >= min(max_group, nodes) and len(chosen) >= min(max_group, nodes + min(len(clients), 4 * nodes))

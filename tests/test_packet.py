@@ -136,8 +136,8 @@ def started(run_law: Law, h: tuple[int, ...]) -> CheckedStart:
     """A START whose only node, and so only reducer, is the leader."""
     who = sorted((identity(i) for i in range(len(h))), key=lambda one: one.peer_id)
     tip = established(run_law, len(h))
-    hellos = [Signed.make(Hello(peer=one.peer_id, head=tip.head, k=2, h=steps, pace_mhz=1, digest=bytes(32),
-                                state=bytes(32)), one) for one, steps in zip(who, h, strict=True)]
+    hellos = [Signed.make(Hello(peer=one.peer_id, head=tip.head, k=2, h=steps, pace_mhz=1, client=int(one is not who[0]),
+                                digest=bytes(32), state=bytes(32)), one) for one, steps in zip(who, h, strict=True)]
     start = Start(leader=who[0].peer_id, head=tip.head, k=2, attempt=0, hellos=tuple(s.body for s in hellos),
                   signatures=tuple(s.signature for s in hellos), modes=(1, *[0] * (len(h) - 1)), rates=(1,) * len(h),
                   scatter_ms=1, gather_ms=1, confirm_ms=1)

@@ -282,7 +282,7 @@ def test_a_start_with_endless_deadlines_or_of_a_stranger_is_refused() -> None:
     assert me._hello is not None
     hellos = {follower: me._hello}
     for peer in tip.members:
-        hello = Hello(peer=peer, head=tip.head, k=2, h=8, pace_mhz=1000, digest=bytes(32), state=bytes(32))
+        hello = Hello(peer=peer, head=tip.head, k=2, h=8, pace_mhz=1000, client=0, digest=bytes(32), state=bytes(32))
         hellos.setdefault(peer, Signed.make(hello, ids[peer]))
     rows = [hellos[peer] for peer in sorted(hellos)]
     good = Start(leader=leader, head=tip.head, k=2, attempt=0, hellos=tuple(r.body for r in rows),
@@ -382,10 +382,10 @@ def test_memory_is_bounded_against_strangers() -> None:
     member.begin(packet(run_law, vector(run_law, 0)), 0.0)
     for i in range(2000):
         who = identity(i + 10)
-        hello = Hello(peer=who.peer_id, head=member.tip.head, k=2, h=1, pace_mhz=1, digest=bytes(32), state=bytes(32))
+        hello = Hello(peer=who.peer_id, head=member.tip.head, k=2, h=1, pace_mhz=1, client=0, digest=bytes(32), state=bytes(32))
         if i < 2 * MAX_JOINS:
             signed = Signed.make(hello, who)
-            member.deliver(who.peer_id, Join(signed.body, signed.signature, 1, 1), 0.0)
+            member.deliver(who.peer_id, Join(signed.body, signed.signature, 1), 0.0)
         member.deliver(who.peer_id, TipMessage(0, (b"\x07" * 32,), 0, TRAINING, b"", b""), 0.0)
         for group in range(3):
             member.deliver(who.peer_id, Parts(bytes([group]) * 32, 0, 1, bytes(1000)), 0.0)
@@ -408,7 +408,7 @@ def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Reco
     peer = rng.choice(swarm.members).me
     return rng.choice([
         Poll(head, n, rng.randint(0, 2)), TipMessage(n, (rng.choice(heads), head), n * 20, rng.randint(0, 2), peer, b""),
-        TipMessage(n, (head,), n, GATHERING, b"", b""), Join(rng.randbytes(40), rng.randbytes(64), 1, 1),
+        TipMessage(n, (head,), n, GATHERING, b"", b""), Join(rng.randbytes(40), rng.randbytes(64), 1),
         StartMessage(rng.randbytes(50), rng.randbytes(64)), Parts(group, n, n + 1, rng.randbytes(rng.choice([0, 256, 384]))),
         Averaged(group, n, rng.randint(0, 2), n, n + 1, rng.randbytes(256)), Fetch(group, n),
         RecordMessage(group, rng.randbytes(50), rng.randbytes(64)), Confirm(group, peer, rng.randbytes(32), rng.randbytes(64)),

@@ -35,7 +35,7 @@ from p2p_muloco.messages import (
 from p2p_muloco.wire import Record, integer, many, raw, read_frame, real, text, write_frame
 
 HASH, PEER, SIGNATURE = b"\x11" * 32, b"\x22" * 38, b"\x33" * 64
-HELLO = Hello(peer=PEER, head=HASH, k=3, h=8, pace_mhz=1000, digest=HASH, state=HASH)
+HELLO = Hello(peer=PEER, head=HASH, k=3, h=8, pace_mhz=1000, client=1, digest=HASH, state=HASH)
 START = Start(leader=PEER, head=HASH, k=3, attempt=0, hellos=(HELLO.pack(),) * 2, signatures=(SIGNATURE,) * 2,
               modes=(0, 1), rates=(5, 10**7), scatter_ms=5, gather_ms=6, confirm_ms=2**31)
 TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, period_ms=100, recent=(HASH,), recent_tokens=(3, 5),
@@ -43,7 +43,7 @@ TIP = Tip(k=3, head=HASH, members=(PEER,), tokens=5, last_tokens=2, weight=9, pe
 RECORDS: list[Record] = [
     HELLO, START, TIP, Order(start=HASH, span=1, turn=2, by=PEER),
     SpanRecord(start=HASH, span=1, turn=2, digest=HASH, counts=(1, 2**24), reasons=(0, 3), ratio_sum=0.5, ratio_count=1),
-    Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b"", b""), Join(HELLO.pack(), SIGNATURE, 1, 1),
+    Poll(HASH, 2**40, 1), TipMessage(3, (HASH,) * 8, 2**60, 2, b"", b""), Join(HELLO.pack(), SIGNATURE, 1),
     StartMessage(START.pack(), SIGNATURE), Parts(HASH, 0, 2**24, b"data"), Averaged(HASH, 63, 1, 5, 6, b""),
     RecordMessage(HASH, b"body", SIGNATURE), Confirm(HASH, PEER, HASH, SIGNATURE), Fetch(HASH, 0),
     Reassign(HASH, b"body", SIGNATURE), Abandon(HASH), Proof(START.leader, (b"a", b"b"), (SIGNATURE, SIGNATURE)),
