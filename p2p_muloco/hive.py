@@ -287,12 +287,12 @@ class _Hive:
             await refuse_twin(o.identity_path, o.run_id, good)
         self.node = await Node.start(o.identity_path, o.run_id, o.listen, good, announce=o.announce, clock=o.clock)
         try:
-            skew = await measure_skew(self.node, good)
+            skew, reached = await asyncio.gather(measure_skew(self.node, good), is_within_reach(self.node, good))
             warning = skew.warning() if skew else ""
         except MulocoError:
             await self.node.stop()
             raise
-        self.is_client = not o.announce and not await is_within_reach(self.node, good)
+        self.is_client = not (o.announce or reached)
         self.node.on_message, self.node.on_gone, self.node.serve = self._on_message, self._on_gone, self._serve
         self._send_quietly(("ready", self.node.identity.peer_id, await self.node.addresses(), warning, self.is_client))
 

@@ -19,9 +19,9 @@ second; a caller that was late by LEASE_S is taken for one that stood still.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from p2p_muloco.allreduce import LENGTHENED, Attempt, Lost
+from p2p_muloco.allreduce import Attempt, Lost
 from p2p_muloco.chain import (
     BROKE_RULE,
     CLIENT,
@@ -41,7 +41,9 @@ from p2p_muloco.chain import (
     heavier,
     leader_order,
 )
+from p2p_muloco.deadlines import deadlines_s, longest_exchange_s
 from p2p_muloco.errors import BadPacket
+from p2p_muloco.gathering import ANSWER_S, Gathering, choose_members
 from p2p_muloco.identity import Identity
 from p2p_muloco.messages import EXCHANGING, GATHERING, TRAINING, Abandon, Join, Poll, Proof, StartMessage, TipMessage
 from p2p_muloco.opinion import OLD_PACKET, Opinion
@@ -51,16 +53,12 @@ from p2p_muloco.wire import Record
 
 __all__ = ["Behind", "Committed", "Failed", "Member", "Outcome"]
 
-ANSWER_S = 3.0  # a peer that answers no question for this long is taken for gone: three asked, a second for each
 LEASE_S = 2.0  # who stood still for less still answers in time: at most a second of ANSWER_S goes into a round trip
 MEET_S = 60.0  # between two questions to a peer of the run outside the last entry, so that islands meet
-FLOOR_S = 5.0  # of every stage of an exchange, whatever its size
 SETTLE_S = 3.0  # before the first entry: from enough peers until the start, for those who come at the same moment
-MIN_RATE_KBPS = 500  # no stage waits longer than such a link needs, whatever a peer says of its own
 EARLY_FACTOR = 4  # bytes kept of attempts whose START is not here yet, in packets
 ALONE_TRIES = 10  # attempts lost at one head before a peer goes on alone though members of the last entry answer
 MAX_JOINS = 256  # kept at once
-CLIENTS_A_NODE = 4  # whose packets and averages a node can carry beside its own
 MAX_GROUPS = 256  # attempts that are refused at one head
 
 
@@ -89,32 +87,6 @@ class Failed:
 Outcome = Committed | Behind | Failed | Waypoint  # the last: newer than those that this chain was known to hold
 
 
-@dataclass
-class _Gathering:
-    """While no attempt runs: whom this peer follows, and what it has heard since its packet was ready."""
-
-    leader: bytes
-    since: float
-    turn_at: float  # since when it follows this leader, or leads
-    asked_at: float
-    answers: dict[bytes, TipMessage] = field(default_factory=dict)
-    heard_at: dict[bytes, float] = field(default_factory=dict)
-    lost: set[bytes] = field(default_factory=set)  # gone or silent
-    passed: set[bytes] = field(default_factory=set)  # had their turn to lead and were not ready
-    enough_at: float | None = None
-
-    def hear(self, peer: bytes, now: float) -> None:
-        self.heard_at[peer] = now
-        self.lost.discard(peer)
-
-    def lose(self, peer: bytes) -> None:
-        self.lost.add(peer)
-        self.answers.pop(peer, None)
-
-    def silent(self, peer: bytes, now: float) -> bool:
-        return now > max(self.turn_at, self.heard_at.get(peer, 0.0)) + ANSWER_S
-
-
 class Member:
     def __init__(self, law: Law, identity: Identity, tip: Tip, *, mode: int = NODE, rate_kbps: int = 20_000) -> None:
         self.law, self.identity, self.tip = law, identity, tip
@@ -130,7 +102,7 @@ class Member:
         self._last: Attempt | None = None
         self._packet: Packet | None = None
         self._hello: Signed | None = None
-        self._gathering: _Gathering | None = None
+        self._gathering: Gathering | None = None
         self._awake_at = 0.0
         self._tries = 0
         self._joins: dict[bytes, Join] = {}
@@ -330,7 +302,7 @@ class Member:
         """Follow the first who may lead; a packet that has just become ready begins a gathering."""
         leader = self._first_leader(now)
         if self._gathering is None:
-            self._gathering = _Gathering(leader, since=now, turn_at=now, asked_at=now)
+            self._gathering = Gathering(leader, since=now, turn_at=now, asked_at=now)
         self._gathering.leader, self._gathering.turn_at = leader, now
         self._ask_again(now)
         self._lead_on(now)
@@ -399,12 +371,14 @@ class Member:
         g = self._gathering
         assert g is not None
         elsewhere = {peer for peer, answer in g.answers.items()
-                     if answer.recent[-1] != self.tip.head and not self._is_about_to_follow(answer)}
+                     if answer.recent[-1] != self.tip.head and not self._is_about_to_follow(answer, now)}
         return self._pool(now) - set(self._joins) - g.lost - elsewhere - {self.me}
 
-    def _is_about_to_follow(self, answer: TipMessage) -> bool:
-        """It has not yet heard that the entry is made which led here."""
-        return answer.phase == EXCHANGING and answer.recent[-1:] == self.tip.recent[-2:-1]
+    def _is_about_to_follow(self, answer: TipMessage, now: float) -> bool:
+        """It has not yet heard that the entry is made which led here; it will within seconds, or it lies."""
+        assert self._gathering is not None
+        is_young = now < self._gathering.since + ANSWER_S
+        return is_young and answer.phase == EXCHANGING and answer.recent[-1:] == self.tip.recent[-2:-1]
 
     def _may_start(self, now: float) -> bool:
         g, run, present = self._gathering, self.law.config.run, 1 + len(self._joins)
@@ -436,7 +410,7 @@ class Member:
         assert self._hello is not None
         joins = {**self._joins, self.me: Join(self._hello.body, self._hello.signature, self.rate_kbps)}
         clients = {peer for peer, join in joins.items() if Hello.unpack(join.hello).client}
-        chosen = sorted(self._choose(joins, clients))
+        chosen = sorted(choose_members(self.me, self.tip.head, joins, clients, self.law.config.run.max_group))
         rows = [joins[peer] for peer in chosen]
         nodes = [peer for peer in chosen if peer not in clients]
         spared = [peer for peer in nodes if self.opinion.blames(peer, now)][: len(nodes) // 2]
@@ -452,21 +426,6 @@ class Member:
         message = StartMessage(signed.body, signed.signature)
         self.outbox += [(peer, message) for peer in chosen if peer != self.me]
         self._enter(check_start(self.law, self.tip, signed), now)
-
-    def _choose(self, joins: dict[bytes, Join], clients: set[bytes]) -> list[bytes]:
-        """This member, and of the others as many as a group may have, in an order that each head shuffles anew.
-
-        Of clients no more than the nodes can serve: one that finds no place yet comes after the nodes.
-        """
-        chosen, waiting = [self.me], []
-        for peer in leader_order(self.tip.head, list(joins)):
-            places = CLIENTS_A_NODE * sum(other not in clients for other in chosen)
-            if peer in clients and sum(other in clients for other in chosen) >= places:
-                waiting.append(peer)
-            elif peer != self.me:
-                chosen.append(peer)
-        places = CLIENTS_A_NODE * sum(other not in clients for other in chosen) - sum(other in clients for other in chosen)
-        return [*chosen, *waiting[:places]][: self.law.config.run.max_group]
 
     # -- messages
 
@@ -699,14 +658,3 @@ class Member:
         self.opinion.new_head()
 
 
-def deadlines_s(law: Law, rate_kbps: int, members: int) -> tuple[float, float, float]:
-    """Seconds after START for scatter, gather and confirm: three times what the slowest link needs, above a floor."""
-    layout, bytes_per_s = law.layout, 125 * max(MIN_RATE_KBPS, rate_kbps)
-    scatter = FLOOR_S + 3 * layout.up_bytes / bytes_per_s
-    gather = scatter + FLOOR_S + 3 * layout.down_bytes / bytes_per_s + layout.merge_s() / members
-    return scatter, gather, gather + FLOOR_S
-
-
-def longest_exchange_s(law: Law) -> float:
-    """No exchange of this run lasts longer, whoever leads it."""
-    return LENGTHENED * deadlines_s(law, MIN_RATE_KBPS, 1)[2] + 1.0

@@ -50,8 +50,8 @@ class Observed:
 def executed_steps(home: Path, history: History) -> int:
     """Inner steps this home ever computed: its own count, or what its records know of."""
     path = home / "executed"
-    if path.exists() and len(packed := path.read_bytes()) == 8:
-        return int.from_bytes(packed, "little")
+    if path.exists() and (text := path.read_text().strip()).isdecimal():
+        return int(text)
     return max((record["total_steps"] for record in rounds(history)), default=0)
 
 

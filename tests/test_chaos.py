@@ -17,6 +17,7 @@ from peers import cli
 from p2p_muloco.chain import Checked, Law, advance, check_entry, merged_update
 from p2p_muloco.chaos import MISBEHAVIOURS, QUIET_S, RECOVERY_S, max_out, plan
 from p2p_muloco.exchange import Failed
+from p2p_muloco.home import StepCount
 from p2p_muloco.local import LocalExchange
 from p2p_muloco.metrics import JsonTail
 from p2p_muloco.misbehave import Misbehaving
@@ -136,7 +137,9 @@ def test_what_grows_in_a_calm_run_is_named() -> None:
 def test_executed_steps_are_the_homes_own_count_where_there_is_one(tmp_path: Path) -> None:
     history = [a_round(1.0, 1, total=30), a_round(2.0, 2, total=25)]
     assert executed_steps(tmp_path, history) == 30 and executed_steps(tmp_path, []) == 0
-    (tmp_path / "executed").write_bytes((77).to_bytes(8, "little"))
+    count = StepCount(tmp_path / "executed", at_least=76)  # as a peer writes it
+    count.add()
+    count.close()
     assert executed_steps(tmp_path, history) == 77
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit import VECTORS, Driver, Swarm, assert_agree, established, law
 
-from p2p_muloco import member as member_module
+from p2p_muloco import deadlines as deadlines_module
 from p2p_muloco.allreduce import SILENCE_S, Attempt
 from p2p_muloco.chain import TOO_LATE, VANISHED, leader_order
 from p2p_muloco.exchange import Failed
@@ -198,7 +198,7 @@ def test_zombies_of_old_attempts_are_dropped() -> None:
 def test_an_exchange_of_15_minutes_among_32_members_that_live_an_hour_commits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight or so die while it runs; their spans move on, what they had sent whole parts of is counted."""
     rng, n = random.Random(seed), 32
-    monkeypatch.setattr(member_module, "MIN_RATE_KBPS", 1)
+    monkeypatch.setattr(deadlines_module, "MIN_RATE_KBPS", 1)
     run_law = law({f"t{i}": (32, 32) for i in range(64)}, part_elements=1024)
     bytes_per_s = 2 * run_law.layout.up_bytes / 900  # a packet up, and its averages
     net = LocalNetwork(upload_bytes_per_s=bytes_per_s)
@@ -224,7 +224,7 @@ def test_an_exchange_of_15_minutes_among_32_members_that_live_an_hour_commits(se
 
 def test_random_faults_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills and freezes at random moments of a long exchange; it commits or the next one does, and all agree."""
-    monkeypatch.setattr(member_module, "MIN_RATE_KBPS", 1)
+    monkeypatch.setattr(deadlines_module, "MIN_RATE_KBPS", 1)
     rng = random.Random(7)
     for _ in range(12):
         n = rng.randint(2, 7)

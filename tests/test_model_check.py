@@ -27,9 +27,9 @@ import pytest
 from kit import Driver, Swarm, assert_agree, established, law
 from torch import Tensor
 
+from p2p_muloco.deadlines import longest_exchange_s
 from p2p_muloco.identity import Identity
 from p2p_muloco.local import Fault, LocalNetwork
-from p2p_muloco.member import longest_exchange_s
 from p2p_muloco.messages import KINDS, Averaged, Parts
 from p2p_muloco.packet import Packet
 from p2p_muloco.wire import read_frame

@@ -16,9 +16,8 @@ from peers import stage
 from p2p_muloco.chain import CLIENT, NODE, Signed, Tip, advance, check_entry, check_start
 from p2p_muloco.errors import BadPacket
 from p2p_muloco.exchange import Committed
+from p2p_muloco.gathering import choose_members
 from p2p_muloco.local import Fault, LocalNetwork
-from p2p_muloco.member import Member
-from p2p_muloco.messages import Join
 
 
 def swarm(n: int, clients: Sequence[int], faults: Sequence[Fault] = (), tip: Tip | None = None) -> Swarm:
@@ -131,12 +130,10 @@ def test_a_leader_spares_half_of_the_nodes_at_most_and_lets_no_client_reduce() -
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 12))
 def test_a_group_is_full_and_holds_no_more_clients_than_its_nodes_serve(are_clients: list[bool], max_group: int) -> None:
-    run_law = law(max_group=max_group)
-    member = Member(run_law, identity(0), run_law.genesis)
-    joins = {identity(i).peer_id: Join(b"x", bytes(64), 1) for i in range(len(are_clients))}
-    clients = {identity(i).peer_id for i, is_client in enumerate(are_clients) if is_client and i}
-    chosen = member._choose(joins, clients)
+    joins = [identity(i).peer_id for i in range(len(are_clients))]
+    clients = {peer for peer, is_client in zip(joins, are_clients, strict=True) if is_client and peer != joins[0]}
+    chosen = choose_members(joins[0], bytes(32), joins, clients, max_group)
     held = sum(peer in clients for peer in chosen)
-    assert member.me in chosen and len(set(chosen)) == len(chosen) <= max_group and held <= 4 * (len(chosen) - held)
+    assert joins[0] in chosen and len(set(chosen)) == len(chosen) <= max_group and held <= 4 * (len(chosen) - held)
     nodes = len(joins) - len(clients)
     assert len(chosen) >= min(max_group, nodes) and len(chosen) >= min(max_group, nodes + min(len(clients), 4 * nodes))

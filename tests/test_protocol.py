@@ -18,9 +18,11 @@ from kit import VECTORS, Driver, Swarm, assert_agree, established, identity, law
 
 from p2p_muloco.allreduce import Attempt, Lost
 from p2p_muloco.chain import Hello, Signed, SpanRecord, Start, advance, check_start, leader_order
+from p2p_muloco.deadlines import deadlines_s, longest_exchange_s
 from p2p_muloco.exchange import Behind, Committed, Failed
+from p2p_muloco.gathering import ANSWER_S
 from p2p_muloco.local import Fault, LocalExchange, LocalNetwork
-from p2p_muloco.member import ANSWER_S, MAX_JOINS, Member, deadlines_s, longest_exchange_s
+from p2p_muloco.member import MAX_JOINS, Member
 from p2p_muloco.messages import (
     EXCHANGING,
     GATHERING,
