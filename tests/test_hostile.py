@@ -25,18 +25,21 @@ def example() -> Any:
     return module
 
 
+ROUNDS = 6  # one peer more or less changes the first three by 3 %, whatever it does
+
+
 @cache
 def absent() -> float:
-    loss: float = example().run(None, 3, 5).loss
+    loss: float = example().run(None, ROUNDS, 5).loss
     return loss
 
 
 @pytest.mark.parametrize("kind", ["huge", "flip10", "equivocate", "huge-average"])
 def test_a_wrong_peer_does_not_move_the_model(kind: str) -> None:
     """All kinds at full length: python examples/hostile_peer.py."""
-    result = example().run(kind, 3, 5)
+    result = example().run(kind, ROUNDS, 5)
     assert result.states == 1 and result.loss < 1.02 * absent()
-    assert result.said and result.counted <= (3 if kind == "huge-average" else 1)
+    assert result.said and result.counted <= (ROUNDS if kind == "huge-average" else 1)
 
 
 def test_the_example_knows_every_kind() -> None:

@@ -36,7 +36,7 @@ def held(*things: object) -> int:
 
 
 def test_two_hundred_rounds_leave_no_trace(tmp_path: Path) -> None:
-    faults = [Fault(kind, peer, nth, 4.0) for nth in range(50, 10_000, 300)
+    faults = [Fault(kind, peer, nth, 4.0) for nth in range(50, 10_000, 150)
               for kind, peer in (("drop", nth % PEERS), ("freeze", (nth + 1) % PEERS), ("duplicate", (nth + 2) % PEERS))]
     network, corpus, me = LocalNetwork(faults=faults), load_corpus(RunConfig().data), psutil.Process()
     failed: list[int] = []
