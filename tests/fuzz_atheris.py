@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["p2p_muloco"]):
     from p2p_muloco.errors import BadPacket, ConfigError, StateUnavailable
     from p2p_muloco.messages import KINDS
     from p2p_muloco.reports import Report, pack_report, read_report
-    from p2p_muloco.requests import REQUESTS, WantChunk, WantEntry, WantRun, fetch_manifest, pack_request, read_request
+    from p2p_muloco.requests import REQUESTS, WantChunk, WantDial, WantEntry, WantRun, fetch_manifest, pack_request, read_request
     from p2p_muloco.waypoint import Waypoint, read_waypoint
     from p2p_muloco.wire import Record, read_frame, write_frame
 
@@ -44,7 +44,7 @@ REPORT = Report(run_id="r", peer=ME.peer_id, name="n", k=1, head=HASH, inner_ste
 def samples() -> list[tuple[Callable[[bytes], Any], list[bytes]]]:
     """Each decoder with sound inputs."""
     frames = [b"".join(map(bytes, write_frame(record))) for record in FRAMED]
-    fields: dict[type[Record], tuple[Any, ...]] = {WantRun: (HASH,), WantEntry: (3,), WantChunk: (3, 1, HASH)}
+    fields: dict[type[Record], tuple[Any, ...]] = {WantRun: (HASH,), WantEntry: (3,), WantChunk: (3, 1, HASH), WantDial: (9,)}
     requests = [pack_request(kind(*fields.get(kind, ()))) for kind in REQUESTS.values()]
     found: list[tuple[Callable[[bytes], Any], list[bytes]]] = [
         (lambda b: read_frame(b, KINDS), frames),
