@@ -237,7 +237,7 @@ class Member:
 
     @property
     def wake_at(self) -> float | None:
-        times = [self._meet_at] if self.roster.difference(self.tip.members) else []
+        times = [self._meet_at] if self._outside() else []
         if self.attempt is not None or self._gathering is not None:
             times.append(self._awake_at + ANSWER_S / 3)
         if self.attempt is not None and self.attempt.wake_at is not None:

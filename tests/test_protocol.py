@@ -400,6 +400,18 @@ def test_memory_is_bounded_against_strangers() -> None:
     assert not member.outcomes
 
 
+@pytest.mark.parametrize("clients", itertools.product([False, True], repeat=2))
+def test_nobody_is_woken_for_what_it_will_not_do(clients: tuple[bool, ...]) -> None:
+    """A time to wake at that stays in the past once acted upon makes the network loop spin on a whole core."""
+    run_law = law()
+    member, outside = Member(run_law, identity(0), established(run_law, 3)), [identity(7).peer_id, identity(8).peer_id]
+    member.set_roster([identity(i).peer_id for i in (1, 2)] + outside, 0.0,
+                      [peer for peer, is_client in zip(outside, clients, strict=True) if is_client])
+    for now in (0.0, 61.0, 500.0, 500.0):
+        member.on_time(now)
+        assert member.wake_at is None or member.wake_at > now
+
+
 def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Record:
     """A valid record of any kind, most of it about what is really going on."""
     if seen and rng.random() < 0.4:
