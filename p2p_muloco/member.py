@@ -216,12 +216,12 @@ class Member:
             self._follow_on(now) if self._gathering.leader != self.me else self._lead_on(now)
         self._harvest(now)
 
-    def _outside(self) -> list[bytes]:
-        return leader_order(self.me, list(self.roster - set(self.tip.members) - self._clients))
+    def _outside(self) -> frozenset[bytes]:
+        return self.roster.difference(self.tip.members, self._clients)
 
     def _meet(self, now: float) -> None:
         if (outside := self._outside()) and now >= self._meet_at:
-            self.ask(outside[self._met % len(outside)])
+            self.ask(leader_order(self.me, list(outside))[self._met % len(outside)])
             self._met, self._meet_at = self._met + 1, now + MEET_S
 
     def _wake(self, now: float) -> None:

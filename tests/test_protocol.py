@@ -410,6 +410,7 @@ def test_nobody_is_woken_for_what_it_will_not_do(clients: tuple[bool, ...]) -> N
     for now in (0.0, 61.0, 500.0, 500.0):
         member.on_time(now)
         assert member.wake_at is None or member.wake_at > now
+        assert (member.wake_at is None) == all(clients)
 
 
 def random_message(rng: random.Random, swarm: Swarm, seen: list[Record]) -> Record:
