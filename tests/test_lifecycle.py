@@ -39,11 +39,12 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def signalled(s: Stage, peer: PeerProcess, number: int, within_s: float) -> int:
-    """The exit code after a signal; nothing of the peer lives then."""
+def signalled(s: Stage, peer: PeerProcess, *numbers: int, within_s: float) -> int:
+    """The exit code after signals that arrive at the same moment; nothing of the peer lives then."""
     processes = family(peer)
-    peer.process.send_signal(number)
-    s.until(f"the end after signal {number}", lambda: peer.process.poll() is not None, within_s)
+    for number in (signal.SIGSTOP, *numbers, signal.SIGCONT):  # stopped, or it may have left before the second is sent
+        peer.process.send_signal(number)
+    s.until(f"the end after signals {numbers}", lambda: peer.process.poll() is not None, within_s)
     s.until("nothing of it lives", lambda: not alive(processes), 5.0)
     return peer.process.returncode
 
@@ -62,9 +63,9 @@ def test_peers_leave_return_and_sleep_and_nothing_is_lost(tmp_path: Path) -> Non
     with stage(tmp_path, min_peers=3, inner_steps=12) as s:
         early, brief, first, second, third = (s.join(name) for name in ("early", "brief", "first", "second", "third"))
         s.until("a peer that starts", lambda: "entering the network" in early.words())
-        assert signalled(s, early, signal.SIGINT, 5.0) == 130 and "nothing had begun" in early.words()
+        assert signalled(s, early, signal.SIGINT, within_s=5.0) == 130 and "nothing had begun" in early.words()
         s.until("a peer that looks for the others", lambda: "joined test" in brief.words())
-        assert signalled(s, brief, signal.SIGTERM, 15.0) == 0 and "within 8 s" in brief.words()
+        assert signalled(s, brief, signal.SIGTERM, within_s=15.0) == 0 and "within 8 s" in brief.words()
         assert "left the run" in brief.words() and list((brief.home / "checkpoints").glob("*.safetensors"))
         s.until("rounds of three", lambda: all(len(p.rounds()) >= 3 for p in (first, second, third)))
 
@@ -92,13 +93,14 @@ def test_peers_leave_return_and_sleep_and_nothing_is_lost(tmp_path: Path) -> Non
         again = s.join("first")
         s.until("a killed one goes on", lambda: any(r["counted"] and r["round"] > last for r in again.rounds()), 40.0)
         assert executed(again) > steps and agree([again, returned, third])
-        again.process.send_signal(signal.SIGINT)
-        assert signalled(s, again, signal.SIGINT, 5.0) == 130 and "left at once" in again.words()
+        # two kinds, for of one kind the system may make one signal out of two; which of them is heard first is its choice
+        assert signalled(s, again, signal.SIGINT, signal.SIGTERM, within_s=5.0) in (130, 143)
+        assert "left at once" in again.words()
 
 
 def leave_and_return(s: Stage, staying: PeerProcess, leaving: PeerProcess) -> tuple[PeerProcess, int]:
     """Ctrl-C once, then the very command that was told. Returns the peer that came back, and the round it came back at."""
-    assert signalled(s, leaving, signal.SIGINT, 15.0) == 0, leaving.words()
+    assert signalled(s, leaving, signal.SIGINT, within_s=15.0) == 0, leaving.words()
     words, end = leaving.words(), json.loads((leaving.home / "metrics.jsonl").read_text().splitlines()[-1])
     assert re.search(rf"{end['inner_steps']} inner steps, {end['tokens']} tokens, {end['rounds_counted']} rounds counted", words)
     assert end["inner_steps"] == executed(leaving) > 0 and end["rounds_counted"] >= 3
